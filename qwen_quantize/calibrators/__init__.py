@@ -1,0 +1,1 @@
+"""Solvers and transforms that choose the quantized weights; pure functions of tensors."""

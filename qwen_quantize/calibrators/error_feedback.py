@@ -1,0 +1,60 @@
+"""Error-compensated rounding (GPTQ, arXiv 2210.17323; the same matrix as LDLQ) on a fixed grid of scales."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qwen_quantize.calibrators.native import error_feedback
+from qwen_quantize.calibrators.problem import HessianFactor
+from qwen_quantize.formats.spec import FloatFormat, IntFormat
+
+_BLOCK = 128
+
+
+def grid_of(format: FloatFormat | IntFormat) -> tuple[int, int, float]:
+    """(mantissa bits, smallest normal exponent, largest value) of a format's value grid.
+
+    An integer format is the float grid whose every value is subnormal: one step everywhere.
+    """
+    if isinstance(format, IntFormat):
+        return format.bits - 1, format.bits - 1, float(format.maximum)
+    return format.mantissa_bits, 1 - format.bias, format.max
+
+
+def compensated_rounding(
+    weight: Tensor, scale: Tensor, factor: HessianFactor, format: FloatFormat | IntFormat
+) -> tuple[Tensor, float]:
+    """Round `weight` column by column, each rounding error spread over the columns not yet rounded.
+
+    weight: [N, K] float32; scale: [N, K] float32 powers of two, fixed beforehand (static groups). Rounding
+    is to nearest, ties to even, saturating. Lazy blocks of 128 columns keep the trailing
+    update a matrix product.
+
+    Returns the quantized values [N, K], each a multiple of its scale that `format` holds, and
+    trace(D H D^T) with D = W - Q, which the recursion yields for free.
+    """
+    mantissa_bits, emin, maximum = grid_of(format)
+    work = weight.clone()
+    columns = weight.shape[1]
+    loss = 0.0
+    for first in range(0, columns, _BLOCK):
+        last = min(first + _BLOCK, columns)
+        errors = error_feedback(
+            work,
+            first,
+            factor.upper[first:last, first:last].contiguous(),
+            scale[:, first:last].contiguous(),
+            mantissa_bits,
+            emin,
+            maximum,
+        )
+        loss += float(errors.square().sum(dtype=torch.float64))
+        if last < columns:
+            work[:, last:].addmm_(errors, factor.upper[first:last, last:], alpha=-1)
+    return work, loss
+
+
+def quadratic(difference: Tensor, hessian: Tensor) -> float:
+    """trace(D H D^T) for D [N, K], H [K, K], float32, summed in float64."""
+    return float((difference @ hessian).mul_(difference).sum(dtype=torch.float64))

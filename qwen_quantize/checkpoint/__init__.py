@@ -1,0 +1,1 @@
+"""Reading and writing checkpoints, byte for byte."""

@@ -1,0 +1,77 @@
+"""Writing to a disk that can be full and a process that can be killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from qwen_quantize.errors import ResumableError, UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+def free_bytes(path: Path) -> int:
+    """Free space where `path` is or will be."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+def require_free_space(path: Path, nbytes: int) -> None:
+    """UserError with both numbers when fewer than `nbytes` are free where `path` is or will be."""
+    free = free_bytes(path)
+    if free < nbytes:
+        raise UserError(
+            f"{path} needs {nbytes:,} bytes of free disk space and has {free:,}; free some, or give another "
+            "--output-path"
+        )
+
+
+@contextmanager
+def disk_errors(path: Path, needed: int) -> Iterator[None]:
+    """Turn an OSError of a write under `path` into a ResumableError; needed: bytes that it asked for."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise ResumableError(
+                f"the disk is full: {path} needs {needed:,} bytes more and {free_bytes(path):,} are free; "
+                "free some and go on with --resume"
+            ) from error
+        raise ResumableError(
+            f"{path} cannot be written: {error.strerror or error}; repair that and go on with --resume"
+        ) from error
+
+
+def preallocate(descriptor: int, nbytes: int) -> None:
+    """Give the file its size and its blocks now, so that a full disk shows before hours of work."""
+    if nbytes == 0:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _NO_FALLOCATE:
+            raise
+        os.ftruncate(descriptor, nbytes)  # this file system cannot reserve: a full disk shows later
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`; a system call may take only part of it."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,160 @@
+"""A single GGUF file as a checkpoint: tensors are dequantized to float32 one at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from qwen_quantize.checkpoint.gguf_config import (
+    ROPE_FACTORS,
+    architecture_of,
+    build_config,
+    hugging_face_name,
+)
+from qwen_quantize.checkpoint.gguf_header import GgufTensor, read_gguf_header
+from qwen_quantize.checkpoint.gguf_tokenizer import tokenizer_files
+from qwen_quantize.checkpoint.tensor_info import TensorInfo
+from qwen_quantize.errors import UserError
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+_CHUNK_BYTES = 16 << 20  # of file data dequantized at once: numpy's temporaries are several times as large
+
+# Types that are numbers as they stand.
+_PLAIN: dict[gguf.GGMLQuantizationType, np.dtype[Any]] = {
+    gguf.GGMLQuantizationType.F64: np.dtype("<f8"),
+    gguf.GGMLQuantizationType.I8: np.dtype("i1"),
+    gguf.GGMLQuantizationType.I16: np.dtype("<i2"),
+    gguf.GGMLQuantizationType.I32: np.dtype("<i4"),
+}
+
+
+class GgufSource:
+    """A GGUF file seen as the Hugging Face model it was converted from; every tensor reads as F32."""
+
+    kind = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._header = read_gguf_header(path)
+        _, self._architecture = architecture_of(self._header)
+        factors = self._header.tensors.get(ROPE_FACTORS)
+        table = None if factors is None else self._rows(factors, 0, 1).reshape(-1)
+        self.config: dict[str, Any] = build_config(self._header, table)
+        self._tensors: dict[str, GgufTensor] = {}
+        for name, tensor in self._header.tensors.items():
+            if name != ROPE_FACTORS:
+                self._tensors[hugging_face_name(self._header, name)] = tensor
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        shape = self._find(name).shape
+        return TensorInfo(name, "F32", shape, 4 * int(np.prod(shape, dtype=np.int64)), self.path)
+
+    def _find(self, name: str) -> GgufTensor:
+        if name not in self._tensors:
+            raise UserError(f"{self.path} has no tensor {name!r}")
+        return self._tensors[name]
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._find(name)
+        values = self._rows(tensor, 0, _row_count(tensor)).reshape(tensor.shape)
+        heads = self._permuted_heads(name)
+        if heads is not None:
+            if values.shape[0] % (2 * heads):
+                raise UserError(
+                    f"{self.path}: tensor {tensor.name!r} has {values.shape[0]} rows, which {heads} heads "
+                    "cannot share; the header belongs to another model, download the file again"
+                )
+            values = unpermute(values, heads)
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        tensor = self._find(name)
+        if not 0 <= start <= stop <= tensor.shape[0]:
+            raise ValueError(f"rows [{start}, {stop}) do not exist in {name!r} of shape {list(tensor.shape)}")
+        if len(tensor.shape) != 2 or self._permuted_heads(name) is not None:
+            return self.read(name)[start:stop].clone()
+        return torch.from_numpy(self._rows(tensor, start, stop))
+
+    def _permuted_heads(self, name: str) -> int | None:
+        if self._architecture.permuted:
+            if ".q_proj." in name:
+                return int(self.config["num_attention_heads"])
+            if ".k_proj." in name:
+                return int(self.config["num_key_value_heads"])
+        return None
+
+    def _rows(self, tensor: GgufTensor, start: int, stop: int) -> _Array:
+        """Rows [start, stop) of the tensor seen as a matrix, [stop - start, last dimension] float32."""
+        values = np.empty((stop - start, tensor.shape[-1]), np.float32)
+        step = max(1, _CHUNK_BYTES // max(tensor.row_bytes, 1))
+        try:
+            with self.path.open("rb") as file:
+                for begin in range(start, stop, step):
+                    end = min(begin + step, stop)
+                    data = os.pread(
+                        file.fileno(),
+                        (end - begin) * tensor.row_bytes,
+                        tensor.begin + begin * tensor.row_bytes,
+                    )
+                    if len(data) != (end - begin) * tensor.row_bytes:
+                        raise UserError(
+                            f"{self.path}: tensor {tensor.name!r} ends early: the file was cut since it was "
+                            "opened; download it again"
+                        )
+                    values[begin - start : end - start] = self._dequantize(data, tensor, end - begin)
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: tensor {tensor.name!r} cannot be read: {error.strerror}"
+            ) from error
+        return values
+
+    def _dequantize(self, data: bytes, tensor: GgufTensor, rows: int) -> _Array:
+        if tensor.type in _PLAIN:
+            plain: _Array = np.frombuffer(data, _PLAIN[tensor.type]).reshape(rows, -1).astype(np.float32)
+            return plain
+        try:
+            found: _Array = gguf.quants.dequantize(
+                np.frombuffer(data, np.uint8).reshape(rows, tensor.row_bytes), tensor.type
+            )
+        except NotImplementedError as error:
+            raise UserError(
+                f"{self.path}: tensor {tensor.name!r} has the type {tensor.type.name}, which cannot be "
+                "dequantized; take another GGUF of the model, or its safetensors"
+            ) from error
+        return found
+
+    def side_files(self) -> Mapping[str, bytes | Path]:
+        return tokenizer_files(self._header, self.config)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        digest.update(json.dumps(self.config, sort_keys=True).encode())
+        digest.update(self._header.file_bytes.to_bytes(8, "little"))
+        with self.path.open("rb") as file:
+            digest.update(file.read(self._header.header_bytes))
+        return digest.hexdigest()
+
+
+def _row_count(tensor: GgufTensor) -> int:
+    return int(np.prod(tensor.shape[:-1], dtype=np.int64))
+
+
+def unpermute(values: _Array, heads: int) -> _Array:
+    """Undo the row order that llama.cpp's converter gives q and k: pairs side by side back to two halves.
+
+    values: [heads * head_dim, ...], weights or biases.
+    """
+    rows = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+    return rows.swapaxes(1, 2).reshape(values.shape)

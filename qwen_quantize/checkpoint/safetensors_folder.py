@@ -1,0 +1,197 @@
+"""A Hugging Face model folder with safetensors, one file or shards with an index."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qwen_quantize.checkpoint.json_file import read_object
+from qwen_quantize.checkpoint.local_files import contained_file, find_side_files
+from qwen_quantize.checkpoint.safetensors_header import SafetensorsHeader, StoredTensor, read_header
+from qwen_quantize.checkpoint.tensor_info import DTYPES, TensorInfo, torch_shape
+from qwen_quantize.errors import UserError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_CONFIG_BYTES = 16_000_000
+MAX_INDEX_BYTES = 256_000_000  # a model of 100,000 tensors has an index of about 10 MB
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+class SafetensorsFolder:
+    """A checkpoint in a folder. Every header is validated when it is opened; data is read on demand.
+
+    Data is read by position into fresh memory and never mapped: a map would count as resident memory, and
+    a file that is cut while it is mapped would kill the process.
+    """
+
+    kind = "safetensors"
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        try:
+            present = sorted(entry.name for entry in folder.iterdir())
+        except OSError as error:
+            raise UserError(f"{folder} cannot be listed: {error.strerror}") from error
+        if "config.json" not in present:
+            raise UserError(f"{folder} has no config.json, so it is no model folder; give the one that has")
+        self.config: dict[str, Any] = read_object(
+            contained_file(folder, "config.json"), MAX_CONFIG_BYTES, allow_infinite=True
+        )
+        self._headers, self._tensors = _open_shards(folder, present)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        return self._find(name).info
+
+    def _find(self, name: str) -> StoredTensor:
+        if name not in self._tensors:
+            raise UserError(f"{self.path} has no tensor {name!r}")
+        return self._tensors[name]
+
+    def read(self, name: str) -> Tensor:
+        stored = self._find(name)
+        info = stored.info
+        return _as_tensor(self._read_bytes(stored, 0, info.nbytes), info, torch_shape(info.dtype, info.shape))
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        stored = self._find(name)
+        info = stored.info
+        if not info.shape or not 0 <= start <= stop <= info.shape[0]:
+            raise ValueError(f"rows [{start}, {stop}) do not exist in {name!r} of shape {list(info.shape)}")
+        row_bits = info.nbytes * 8 // info.shape[0] if info.shape[0] else 0
+        if row_bits % 8:
+            raise ValueError(f"the rows of {name!r} ({info.dtype} {list(info.shape)}) are no whole bytes")
+        row_bytes = row_bits // 8
+        data = self._read_bytes(stored, start * row_bytes, (stop - start) * row_bytes)
+        return _as_tensor(data, info, torch_shape(info.dtype, (stop - start, *info.shape[1:])))
+
+    def _read_bytes(self, stored: StoredTensor, skip: int, nbytes: int) -> Tensor:
+        data = torch.empty(nbytes, dtype=torch.uint8)
+        view = data.numpy().data
+        file = stored.info.file
+        try:
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                done = 0
+                while done < nbytes:
+                    got = os.preadv(descriptor, [view[done:]], stored.begin + skip + done)
+                    if got == 0:
+                        raise UserError(
+                            f"{file}: tensor {stored.info.name!r} ends after {skip + done} of its "
+                            f"{stored.info.nbytes} bytes: the file was cut since it was opened; "
+                            "download it again"
+                        )
+                    done += got
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise UserError(
+                f"{file}: tensor {stored.info.name!r} cannot be read: {error.strerror}"
+            ) from error
+        return data
+
+    def side_files(self) -> Mapping[str, bytes | Path]:
+        return find_side_files(self.path)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        digest.update(json.dumps(self.config, sort_keys=True).encode())
+        for header in self._headers:
+            for part in (header.file.name.encode(), str(header.file_bytes).encode(), header.raw):
+                digest.update(len(part).to_bytes(8, "little"))
+                digest.update(part)
+        return digest.hexdigest()
+
+
+def _as_tensor(data: Tensor, info: TensorInfo, shape: tuple[int, ...]) -> Tensor:
+    dtype = DTYPES[info.dtype].torch
+    if dtype is None:
+        raise UserError(f"{info.file}: tensor {info.name!r} is {info.dtype}, which torch has no dtype for")
+    return data.view(dtype).view(shape)
+
+
+def _open_shards(
+    folder: Path, present: list[str]
+) -> tuple[tuple[SafetensorsHeader, ...], dict[str, StoredTensor]]:
+    """The headers in file order and all tensors by name; what the index says is held against the headers."""
+    weight_map: dict[str, str] | None = None
+    if INDEX_FILE in present:
+        weight_map = _read_index(folder)
+        files = sorted(set(weight_map.values()))
+        if SINGLE_FILE in present and files != [SINGLE_FILE]:
+            raise UserError(
+                f"{folder} holds both {SINGLE_FILE} and {INDEX_FILE}, which lists other files; remove the "
+                "one that is left over"
+            )
+    elif SINGLE_FILE in present:
+        files = [SINGLE_FILE]
+    else:
+        raise UserError(_no_weights(folder, present))
+    headers = tuple(read_header(contained_file(folder, name)) for name in files)
+    tensors: dict[str, StoredTensor] = {}
+    for header in headers:
+        for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].begin):
+            if name in tensors:
+                raise UserError(
+                    f"{folder}: tensor {name!r} is in two shards, {tensors[name].info.file.name} and "
+                    f"{header.file.name}; download the model again"
+                )
+            tensors[name] = stored
+    for name, file in (weight_map or {}).items():
+        if name not in tensors or tensors[name].info.file.name != file:
+            raise UserError(
+                f"{folder / INDEX_FILE} lists tensor {name!r} in {file}, which does not hold it; "
+                "download the model again"
+            )
+    if not tensors:
+        raise UserError(f"{folder} holds no tensors; download the model again")
+    return headers, tensors
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """The `weight_map`, tensor to plain file name. Its total size is not trusted and not used."""
+    path = contained_file(folder, INDEX_FILE)
+    weight_map = read_object(path, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{path} must map tensors to files under 'weight_map', found {weight_map!r:.80}")
+    checked: set[str] = set()  # a big model has a hundred thousand tensors in a few hundred files
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise UserError(f"{path}: tensor {name!r} must name its file, found {file!r:.80}")
+        if file in checked:
+            continue
+        checked.add(file)
+        try:
+            contained_file(folder, file)
+        except UserError as error:
+            raise UserError(f"{path}: tensor {name!r} is in {file!r}, and {error}") from error
+    return weight_map
+
+
+def _no_weights(folder: Path, present: list[str]) -> str:
+    pickles = [name for name in present if any(fnmatch(name, pattern) for pattern in _PICKLES)]
+    if pickles:
+        return (
+            f"{folder} holds its weights as pickles ({', '.join(pickles[:3])}), which are never loaded: they "
+            "can run any code; if you trust them, convert them with from_pretrained and save_pretrained of "
+            "transformers"
+        )
+    shards = [name for name in present if name.endswith(".safetensors")]
+    if shards:
+        return f"{folder} has {shards[0]} but no {INDEX_FILE} that lists its files; download the model again"
+    gguf = [name for name in present if name.endswith(".gguf")]
+    if gguf:
+        return f"{folder} has no safetensors, but {gguf[0]}; give the path of that file"
+    return f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; download the model again"

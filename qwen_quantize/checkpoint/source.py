@@ -1,0 +1,101 @@
+"""What a checkpoint is to the rest of the program, whatever its files look like, and how one is opened."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from qwen_quantize.checkpoint.hub import download, is_hub_id
+from qwen_quantize.checkpoint.safetensors_folder import SafetensorsFolder
+from qwen_quantize.checkpoint.tensor_info import TensorInfo
+from qwen_quantize.errors import UserError
+
+
+class CheckpointSource(Protocol):
+    """Named tensors, a Hugging Face style config and the side files of a model; nothing is kept in memory.
+
+    path: the folder or file; kind: "safetensors" or "gguf"; config: the object of config.json.
+    """
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+    def names(self) -> tuple[str, ...]:
+        """All tensor names, in the order of their files and offsets."""
+        ...
+
+    def info(self, name: str) -> TensorInfo:
+        """Raises UserError for a name that the checkpoint does not hold."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor in its own dtype, a fresh contiguous copy on the CPU."""
+        ...
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) along the first dimension, a fresh copy; ValueError outside the tensor."""
+        ...
+
+    def side_files(self) -> Mapping[str, bytes | Path]:
+        """The files beside the weights that serving needs: tokenizer, chat template, generation config."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A sha256 over config, headers and file sizes: cheap; it does not see a changed weight."""
+        ...
+
+
+def open_source(path: Path | str, *, allow_download: bool = True) -> CheckpointSource:
+    """Open a folder of safetensors, a `.gguf` file, or a hub id such as `org/name`.
+
+    Only a hub id that is no local path is looked for on the network, and only with `allow_download`.
+    Raises UserError for whatever cannot be opened.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return SafetensorsFolder(local)
+    if local.is_file():
+        return _open_file(local)
+    if is_hub_id(str(path)):
+        if allow_download:
+            return SafetensorsFolder(download(str(path)))
+        raise UserError(
+            f"there is no folder {str(path)!r}{_near(local)}, and downloading {str(path)!r} from the hub is "
+            "turned off; give the path of a local model"
+        )
+    raise UserError(
+        f"there is no folder or file {str(path)!r}{_near(local)}; give the path of a model folder"
+    )
+
+
+def _open_file(path: Path) -> CheckpointSource:
+    if path.suffix.lower() == ".gguf":
+        # Imported here: most runs need no GGUF, and its package takes time to import.
+        from qwen_quantize.checkpoint.gguf import GgufSource
+
+        return GgufSource(path)
+    if path.suffix == ".safetensors" or path.name.endswith(".index.json"):
+        raise UserError(f"{path} is one file of a model; give the folder that holds it, {path.parent}")
+    raise UserError(f"{path} is a file and not a GGUF; give a model folder, a .gguf file or a hub id")
+
+
+def _near(path: Path) -> str:
+    """', did you mean ...' with the entries of the parent folder whose names are close."""
+    try:
+        entries = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, entries, n=3, cutoff=0.5)
+    if not near:
+        return ""
+    return " (did you mean " + ", ".join(repr(str(path.parent / name)) for name in near) + "?)"

@@ -1,0 +1,5 @@
+"""`python -m qwen_quantize.cli`."""
+
+from qwen_quantize.cli.main import main
+
+main()

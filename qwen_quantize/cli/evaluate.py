@@ -1,0 +1,116 @@
+"""`qwen_quantize eval`, and the same measurement for validation after quantizing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qwen_quantize.cli.console import Speaker, StageProgress
+from qwen_quantize.cli.session import (
+    ChipQuestion,
+    activation_cast,
+    chip_of,
+    open_reader,
+    peak_memory_bytes,
+    read_manifest,
+    read_text,
+    use_threads,
+)
+from qwen_quantize.embedded import embedded_model_path
+from qwen_quantize.engine.linear import ActivationCast
+from qwen_quantize.engine.load import ModelReader
+from qwen_quantize.engine.streamed import StreamedModel
+from qwen_quantize.errors import UserError
+from qwen_quantize.eval.compare import evaluate
+from qwen_quantize.pipeline.run import source_tokenizer
+from qwen_quantize.pipeline.texts import EvaluationTokens
+from qwen_quantize.report.tables import comparison_lines, comparison_tables
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRequest:
+    """The options of `qwen_quantize eval`."""
+
+    model: str
+    against: str | None
+    device: str | None
+    text: str | None
+    max_tokens: int
+    length: int
+    weights_only: bool
+    versions: tuple[tuple[str, str], ...]
+    assume: tuple[tuple[str, str], ...]
+    with_claims: bool
+
+
+def measure(
+    reader: ModelReader,
+    reference: ModelReader | None,
+    cast: ActivationCast | None,
+    windows: EvaluationTokens,
+    progress: StageProgress,
+) -> dict[str, Any]:
+    """Score a model, in lockstep with its reference if there is one; the record that reports are made of."""
+    comparison = evaluate(
+        StreamedModel(reader, cast),
+        windows.windows,
+        None if reference is None else StreamedModel(reference, None),
+        progress,
+    )
+    return {"text_sha256": windows.text_sha256, **asdict(comparison)}
+
+
+def reference_path(request: EvalRequest, manifest: dict[str, Any] | None) -> str | None:
+    """What to compare with: as asked, else the model that the manifest says this one was made from."""
+    if request.against == "none":
+        return None
+    if request.against is not None:
+        return request.against
+    if manifest is None:
+        return None
+    path = str(manifest["source"]["path"]) or str(embedded_model_path())
+    return path if Path(path).exists() else None
+
+
+def check_comparable(reader: ModelReader, reference: ModelReader) -> None:
+    ours, theirs = reader.blueprint.config, reference.blueprint.config
+    for key in ("vocab_size", "hidden_size", "num_layers"):
+        if getattr(ours, key) != getattr(theirs, key):
+            raise UserError(
+                f"{reader.source.path} and {reference.source.path} are different models: {key} is "
+                f"{getattr(ours, key)} and {getattr(theirs, key)}"
+            )
+
+
+def run_eval(request: EvalRequest, *, threads: int | None, as_json: bool, quiet: bool) -> None:
+    use_threads(threads)
+    begin = time.perf_counter()
+    speaker = Speaker(as_json, quiet)
+    reader = open_reader(request.model)
+    manifest = read_manifest(request.model)
+    path = reference_path(request, manifest)
+    reference = None if path is None else open_reader(path)
+    if reference is not None:
+        check_comparable(reader, reference)
+    question = ChipQuestion(request.device, request.versions, request.assume, request.with_claims)
+    arithmetic, chip = chip_of(question, manifest)
+    cast = None if request.weights_only else activation_cast(reader, arithmetic)
+    windows, text = read_text(
+        request.text, source_tokenizer(reader.source), request.length, request.max_tokens
+    )
+    with speaker.progress("eval") as progress:
+        record = measure(reader, reference, cast, windows, progress)
+    record = {
+        "model": request.model,
+        "against": path,
+        "chip": chip if cast is not None else None,
+        "activation_rounding": cast.rule.rounding.value if cast is not None else None,
+        "text": text,
+        **record,
+        "seconds": time.perf_counter() - begin,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+    speaker.show(comparison_tables(record), comparison_lines(record))
+    speaker.result(record)

@@ -1,0 +1,296 @@
+"""The command line: options and help only. torch is imported inside the commands, so `--help` is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import qwen_quantize
+from qwen_quantize.cli.chips import chips_app
+from qwen_quantize.cli.guard import guard
+from qwen_quantize.errors import UserError
+
+app = typer.Typer(
+    help="Quantize and calibrate language models for AI chips under each chip's own arithmetic.",
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(chips_app, name="chips", help="What is known of each chip, and from where.")
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")]
+Assume = Annotated[
+    list[str] | None,
+    typer.Option("--assume", help="Set what the profile does not state, e.g. cast.rounding=rtz. Repeatable."),
+]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads (default: torch's).")]
+Firmware = Annotated[str | None, typer.Option("--firmware", help="Firmware version of the chip.")]
+Driver = Annotated[str | None, typer.Option("--driver", help="Driver version of the chip.")]
+Toolkit = Annotated[str | None, typer.Option("--toolkit", help="Toolkit version (CANN, MUSA, ...).")]
+
+
+def pairs(options: list[str] | None, flag: str) -> tuple[tuple[str, str], ...]:
+    """`key=value` options as sorted pairs; a UserError names what is not one."""
+    found: dict[str, str] = {}
+    for option in options or []:
+        key, sign, value = option.partition("=")
+        if not sign or not key or not value:
+            raise UserError(f"{flag} {option!r}: write it as key=value, e.g. {flag} cast.rounding=rtz")
+        if key in found and found[key] != value:
+            raise UserError(f"{flag} sets {key!r} twice, to {found[key]!r} and {value!r}")
+        found[key] = value
+    return tuple(sorted(found.items()))
+
+
+def version_pairs(
+    firmware: str | None, driver: str | None, toolkit: str | None
+) -> tuple[tuple[str, str], ...]:
+    named = {"driver": driver, "firmware": firmware, "toolkit": toolkit}
+    return tuple((name, value) for name, value in named.items() if value is not None)
+
+
+def parse_size(text: str | None) -> int | None:
+    """`8GiB`, `1500MB` or plain bytes."""
+    if text is None:
+        return None
+    units = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+    units |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1, "": 1}
+    stripped = text.strip().upper()
+    digits = stripped.rstrip("ABCDEFGHIKMTZ ")
+    unit = stripped[len(digits) :].strip()
+    try:
+        return int(float(digits) * units[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise UserError(f"--max-memory {text!r} is not a size such as 8GiB or 1500MB") from None
+
+
+@app.callback()
+def main_command(
+    context: typer.Context,
+    model_path: Annotated[
+        str | None,
+        typer.Option("--model-path", help="Model folder, GGUF file or hub id (default: the embedded model)."),
+    ] = None,
+    output_path: Annotated[
+        Path | None, typer.Option("--output-path", help="Folder to make; complete or absent afterwards.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Chip, family alias or profile file; see `chips list`.")
+    ] = None,
+    quant_method: Annotated[str, typer.Option("--quant-method", help="Quantization method.")] = "ue8m0",
+    calibration_dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--calibration-dataset", help="jsonl, txt, parquet, a folder of these, or a datasets name."
+        ),
+    ] = None,
+    calibration_column: Annotated[
+        str | None, typer.Option("--calibration-column", help="Column of the text in the dataset.")
+    ] = None,
+    calibration_samples: Annotated[
+        int, typer.Option("--calibration-samples", min=1, help="Windows of calibration text.")
+    ] = 16,
+    calibration_length: Annotated[
+        int, typer.Option("--calibration-length", min=16, help="Tokens per calibration window.")
+    ] = 512,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the choice of calibration windows.")] = 0,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", help="Keep these linears in high precision (glob or re:...). Repeatable."),
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option("--include", help="Quantize these linears all the same. Repeatable."),
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option("--block-size", help="Weight block: 128, 64 or 32 (default: by shape).")
+    ] = None,
+    firmware: Firmware = None,
+    driver: Driver = None,
+    toolkit: Toolkit = None,
+    assume: Assume = None,
+    with_claims: Annotated[
+        bool, typer.Option("--with-claims", help="Lay unverified trade-press claims over the profiles.")
+    ] = False,
+    allow_unsupported: Annotated[
+        bool,
+        typer.Option("--allow-unsupported", help="Go on although the chip cannot run the result natively."),
+    ] = False,
+    max_memory: Annotated[
+        str | None, typer.Option("--max-memory", help="Ceiling of resident memory, e.g. 8GiB.")
+    ] = None,
+    validate: Annotated[
+        bool, typer.Option("--validate/--no-validate", help="Read the result back and measure it.")
+    ] = True,
+    validation_text: Annotated[
+        str | None, typer.Option("--validation-text", help="Text to validate on (default: a shipped novel).")
+    ] = None,
+    validation_tokens: Annotated[
+        int, typer.Option("--validation-tokens", min=64, help="Tokens to validate on.")
+    ] = 8192,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a killed run stopped.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the output folder and any unfinished run.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    """Quantize a model for a chip: weights that load in the serving engine, with the proof.
+
+    Without --model-path the embedded model and text are used, so that
+    `qwen_quantize --device ascend --quant-method ue8m0` works offline on a fresh install.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if version:
+        typer.echo(f"qwen_quantize {qwen_quantize.__version__}")
+        return
+    if device is None:
+        if model_path is None and output_path is None:
+            typer.echo(context.get_help())
+            raise typer.Exit(0)
+        with guard(as_json):
+            raise UserError("--device is missing: name the chip, e.g. --device ascend; see `chips list`")
+    with guard(as_json):
+        assert device is not None
+        from qwen_quantize.cli.quantize import Validation, run_quantize
+        from qwen_quantize.pipeline.recipe import Output, Recipe
+
+        recipe = Recipe(
+            model_path=model_path or "",
+            device=device,
+            method=quant_method,
+            dataset=calibration_dataset,
+            column=calibration_column,
+            samples=calibration_samples,
+            length=calibration_length,
+            seed=seed,
+            ignore=tuple(ignore or ()),
+            include=tuple(include or ()),
+            block_size=block_size,
+            versions=version_pairs(firmware, driver, toolkit),
+            assume=pairs(assume, "--assume"),
+            with_claims=with_claims,
+            allow_unsupported=allow_unsupported,
+            max_memory=parse_size(max_memory),
+        )
+        run_quantize(
+            recipe,
+            Output(output_path or Path(), resume=resume, overwrite=overwrite, threads=threads),
+            Validation(validate, validation_text, validation_tokens),
+            dry_run=dry_run,
+            as_json=as_json,
+            quiet=quiet,
+        )
+
+
+@app.command("eval")
+def eval_command(
+    model: Annotated[str, typer.Argument(help="Model folder, GGUF file or hub id.")],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against", help="Reference model (default: the source in the model's manifest; or none)."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Chip whose arithmetic is emulated (default: the manifest's)."),
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option("--text", help="Text, jsonl or dataset (default: a shipped novel).")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=32, help="Tokens to score.")] = 20480,
+    length: Annotated[int, typer.Option("--length", min=16, help="Tokens per window.")] = 512,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave activations in full precision.")
+    ] = False,
+    firmware: Firmware = None,
+    driver: Driver = None,
+    toolkit: Toolkit = None,
+    assume: Assume = None,
+    with_claims: Annotated[bool, typer.Option("--with-claims", help="Use trade-press claims.")] = False,
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Perplexity of a model and, against a reference, KL, top-1 agreement and error per layer."""
+    with guard(as_json):
+        from qwen_quantize.cli.evaluate import EvalRequest, run_eval
+
+        run_eval(
+            EvalRequest(
+                model=model,
+                against=against,
+                device=device,
+                text=text,
+                max_tokens=max_tokens,
+                length=length,
+                weights_only=weights_only,
+                versions=version_pairs(firmware, driver, toolkit),
+                assume=pairs(assume, "--assume"),
+                with_claims=with_claims,
+            ),
+            threads=threads,
+            as_json=as_json,
+            quiet=quiet,
+        )
+
+
+@app.command("bench")
+def bench_command(
+    model: Annotated[str | None, typer.Argument(help="Model (default: the embedded one).")] = None,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 128,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 64,
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Speed and memory of the bundled engine on this machine."""
+    with guard(as_json):
+        from qwen_quantize.cli.bench import run_bench
+
+        run_bench(model, prompt_tokens, new_tokens, threads=threads, as_json=as_json, quiet=quiet)
+
+
+@app.command("generate")
+def generate_command(
+    model: Annotated[str, typer.Argument(help="Model folder, GGUF file or hub id.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
+    threads: Threads = None,
+) -> None:
+    """Continue a text greedily with the bundled engine: a quick look at what a model says."""
+    with guard(False):
+        from qwen_quantize.cli.bench import run_generate
+
+        run_generate(model, prompt, max_new_tokens, chat=chat, threads=threads)
+
+
+@app.command("report")
+def report_command(
+    output: Annotated[Path, typer.Argument(help="A folder that this program wrote.")],
+    as_json: Json = False,
+) -> None:
+    """Show the stored results of an output folder again, and write its report.html anew."""
+    with guard(as_json):
+        from qwen_quantize.cli.report import run_report
+
+        run_report(output, as_json=as_json)
+
+
+def main() -> None:
+    """Entry point of `qwen_quantize`."""
+    app(prog_name="qwen_quantize")
+
+
+if __name__ == "__main__":
+    main()

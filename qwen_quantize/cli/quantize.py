@@ -1,0 +1,196 @@
+"""The main command: plan, quantize, read back, measure, report, publish."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qwen_quantize.checkpoint.source import CheckpointSource, open_source
+from qwen_quantize.cli.console import Speaker, canonical_json
+from qwen_quantize.cli.evaluate import measure
+from qwen_quantize.cli.session import peak_memory_bytes, read_text, use_threads
+from qwen_quantize.embedded import calibration_text_path, embedded_model_path
+from qwen_quantize.engine.load import ModelReader
+from qwen_quantize.errors import UserError
+from qwen_quantize.pipeline.plan import Plan, make_plan
+from qwen_quantize.pipeline.recipe import Output, Recipe
+from qwen_quantize.pipeline.run import MANIFEST_NAME, StagedRun, build_manifest, quantize, source_tokenizer
+from qwen_quantize.report.numbers import human_bytes
+from qwen_quantize.report.page import render_page
+from qwen_quantize.report.tables import plain_lines, summary_tables
+
+REPORT_NAME = "report.html"
+_VALIDATION_WINDOW = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Whether and on what the written folder is measured before it is published."""
+
+    wanted: bool
+    text: str | None
+    tokens: int
+
+
+def with_defaults(recipe: Recipe, output: Output) -> tuple[Recipe, Output]:
+    """The embedded model and its text where none is named; a folder under `out/` where none is given."""
+    if not recipe.model_path:
+        recipe = replace(recipe, model_path=str(embedded_model_path()))
+        if recipe.dataset is None:
+            recipe = replace(recipe, dataset=str(calibration_text_path()))
+    if output.path == Path():
+        name = Path(recipe.model_path).name.removesuffix(".gguf")
+        device = Path(recipe.device).name.removesuffix(".toml").replace("@", "-")
+        output = replace(output, path=Path("out") / f"{name}-{device}-{recipe.method}")
+    return recipe, output
+
+
+def run_quantize(
+    recipe: Recipe,
+    output: Output,
+    validation: Validation,
+    *,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    use_threads(output.threads)
+    begin = time.perf_counter()
+    speaker = Speaker(as_json, quiet)
+    recipe, output = with_defaults(recipe, output)
+    source = open_source(recipe.model_path)
+    plan = make_plan(recipe, source)
+    for line in plan_lines(plan):
+        speaker.say(line)
+    if dry_run:
+        speaker.result(dry_run_record(plan, source))
+        return
+    with speaker.progress("quantize") as progress:
+        staged = quantize(plan, source, output, progress)
+    quantized = time.perf_counter()
+    try:
+        record = _validate(staged, source, validation, speaker) if validation.wanted else None
+        manifest = build_manifest(staged, source, record)
+        staged.folder.add_file(MANIFEST_NAME, canonical_json(manifest))
+        staged.folder.add_file(REPORT_NAME, render_page(manifest).encode())
+        staged.folder.finish()
+    except BaseException:
+        staged.folder.close()  # every weight is written: --resume goes on with the validation
+        raise
+    end = time.perf_counter()
+    run = {
+        "seconds": end - begin,
+        "stages": {"quantize": quantized - begin, "validate": end - quantized},
+        "peak_memory_bytes": peak_memory_bytes(),
+        "output_path": str(output.path),
+    }
+    speaker.show(summary_tables(manifest, run), plain_lines(manifest, run))
+    speaker.say(f"report: {output.path / REPORT_NAME}")
+    speaker.result(
+        {
+            "chip": manifest["chip"]["name"],
+            "method": manifest["method"],
+            "layout": manifest["layout"],
+            "output_bytes": manifest["output_bytes"],
+            "assumptions": manifest["assumptions"],
+            "notes": manifest["notes"],
+            "validation": manifest["validation"],
+            **run,
+        }
+    )
+
+
+def _validate(
+    staged: StagedRun, source: CheckpointSource, validation: Validation, speaker: Speaker
+) -> dict[str, Any]:
+    """The engine reads the written bytes back and is compared with the unquantized source."""
+    windows, text = read_text(
+        validation.text, source_tokenizer(source), _VALIDATION_WINDOW, validation.tokens
+    )
+    written = ModelReader(open_source(staged.folder.staging))
+    with speaker.progress("validate") as progress:
+        record = measure(written, ModelReader(source), staged.plan.activation_cast(), windows, progress)
+    return {"text": text, **record}
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """What will be done, in a few readable lines."""
+    profile, config = plan.resolution.profile, plan.blueprint.config
+    actions = [tensor.action.value for tensor in plan.tensors]
+    lines = [
+        f"model:  {config.architecture}, {config.num_layers} layers, hidden {config.hidden_size}",
+        f"chip:   {profile.name}"
+        + (f" ({plan.resolution.alias_explanation})" if plan.resolution.alias_explanation else ""),
+        f"method: {plan.method.name}: {plan.scheme.weight.format.name} weights in blocks of "
+        f"{plan.block[0]}x{plan.block[1]}, activations per token in groups of {plan.block[1]}, "
+        f"layout {plan.layout.name}",
+        f"tensors: {actions.count('quantize')} quantized, {actions.count('keep')} kept, "
+        f"{actions.count('drop')} dropped; output {human_bytes(plan.output_bytes)}, "
+        f"peak memory about {human_bytes(plan.peak_memory_bytes)}",
+    ]
+    recipe = plan.recipe
+    if recipe.dataset is None:
+        lines.append("calibration: none; scales are searched on the weights alone")
+    else:
+        lines.append(f"calibration: {recipe.samples} windows of {recipe.length} tokens from {recipe.dataset}")
+    lines += [f"note: {note}" for note in plan.notes]
+    lines += [
+        f"assumed: {assumption.field} = {assumption.assumed} ({assumption.why})"
+        for assumption in plan.arithmetic.assumptions
+    ]
+    return lines
+
+
+def dry_run_record(plan: Plan, source: CheckpointSource) -> dict[str, Any]:
+    """The plan as JSON; `seconds` from a short measurement of this machine's float32 products."""
+    return {
+        "chip": plan.resolution.profile.name,
+        "method": plan.method.name,
+        "layout": plan.layout.name,
+        "peak_memory_bytes": plan.peak_memory_bytes,
+        "disk_bytes": plan.disk_bytes,
+        "output_bytes": plan.output_bytes,
+        "seconds": estimate_seconds(plan, source),
+        "assumptions": [asdict(assumption) for assumption in plan.arithmetic.assumptions],
+        "notes": list(plan.notes),
+        "tensors": [
+            {
+                "name": tensor.name,
+                "action": tensor.action.value,
+                "why": tensor.why,
+                "outputs": [
+                    {"name": o.name, "dtype": o.dtype, "shape": list(o.shape)} for o in tensor.outputs
+                ],
+            }
+            for tensor in plan.tensors
+        ],
+    }
+
+
+def estimate_seconds(plan: Plan, source: CheckpointSource) -> float:
+    """Two forward passes, the second moments and a pass over the bytes, at this machine's measured rates."""
+    size = 768
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    a @ b
+    begin = time.perf_counter()
+    for _ in range(4):
+        a @ b
+    rate = 4 * 2 * size**3 / (time.perf_counter() - begin)
+    shapes = [plan.blueprint.linear_shape(site) for site in plan.blueprint.family.linears]
+    layers = plan.blueprint.config.num_layers
+    parameters = layers * sum(rows * columns for rows, columns in shapes)
+    tokens = plan.recipe.samples * plan.recipe.length if plan.recipe.dataset else 0
+    moments = layers * sum(columns**2 for columns in {shape[1] for shape in shapes})
+    operations = tokens * (2 * 2 * parameters + 2 * moments)
+    source_bytes = sum(source.info(name).nbytes for name in source.names())
+    return operations / rate + (source_bytes + plan.output_bytes) / 0.25e9 + parameters / 40e6
+
+
+def check_output(path: Path) -> None:
+    """A file in the place of the output folder is a UserError."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--output-path {path} is a file; name a folder")

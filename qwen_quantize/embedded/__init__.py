@@ -1,0 +1,33 @@
+"""The small model and the texts that ship with the package; LICENSE-DATA.md says where they come from."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from qwen_quantize.errors import UserError
+
+
+def embedded_model_path() -> Path:
+    """The Hugging Face folder of the dense Qwen3-style model: bfloat16 weights, tokenizer, configs."""
+    return _path("dense")
+
+
+def calibration_text_path() -> Path:
+    """JSON lines, each `{"text": passage}`; none of them was trained on or is held out."""
+    return _path("calibration.jsonl")
+
+
+def heldout_text_path() -> Path:
+    """UTF-8 text from a novel that neither training nor calibration sees."""
+    return _path("heldout.txt")
+
+
+def _path(name: str) -> Path:
+    found = files(__name__) / name
+    # A package imported from a zip archive has no paths to hand to readers that map files into memory.
+    if not isinstance(found, Path):
+        raise UserError(f"{found} lies in an archive: install qwen-quantize unpacked, for example with pip")
+    if not found.exists():
+        raise UserError(f"{found} is missing from the installation: install qwen-quantize again")
+    return found

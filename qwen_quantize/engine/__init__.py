@@ -1,0 +1,1 @@
+"""The bundled minimal engine: one decoder for calibration and inference."""

@@ -1,0 +1,88 @@
+"""Rotary position embedding: inverse frequencies of each variant, and their application."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from qwen_quantize.models.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """[rotary_dim / 2] float32 angular steps per position, after the variant's scaling."""
+    dim = int(head_dim * rope.partial_rotary_factor)
+    steps = torch.arange(0, dim, 2, dtype=torch.int64).float()
+    inverse = 1.0 / (rope.theta ** (steps / dim))
+    match rope.kind:
+        case "linear":
+            return inverse / rope.factor
+        case "llama3":
+            return _llama3(inverse, rope)
+        case "yarn":
+            return _yarn(inverse, rope, dim)
+    return inverse
+
+
+def _llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:
+    """Long wavelengths are stretched, short ones kept, those between blended (Llama 3.1 release)."""
+    wavelength = 2 * math.pi / inverse
+    low = rope.original_max_position / rope.low_freq_factor
+    high = rope.original_max_position / rope.high_freq_factor
+    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    stretched = torch.where(wavelength > low, inverse / rope.factor, inverse)
+    between = (wavelength <= low) & (wavelength >= high)
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(inverse: Tensor, rope: RopeConfig, dim: int) -> Tensor:
+    """Interpolate slow dimensions, keep fast ones, with a linear ramp between (arXiv 2309.00071)."""
+
+    def dimension_of(rotations: float) -> float:
+        ratio = rope.original_max_position / (rotations * 2 * math.pi)
+        return dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    return inverse / rope.factor * (1 - keep) + inverse * keep
+
+
+class RotaryTable:
+    """cos and sin for positions, computed once and grown when a longer context comes."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        self.rope = rope
+        self.inverse = inverse_frequencies(rope, head_dim)
+        self.cos = torch.empty(0)
+        self.sin = torch.empty(0)
+
+    def slice(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [length, rotary_dim], for positions start .. start + length - 1."""
+        end = start + length
+        if self.cos.shape[0] < end:
+            size = max(end, 2 * self.cos.shape[0])
+            angles = torch.outer(torch.arange(size, dtype=torch.float32), self.inverse)
+            doubled = torch.cat((angles, angles), dim=-1)
+            self.cos = doubled.cos() * self.rope.attention_factor
+            self.sin = doubled.sin() * self.rope.attention_factor
+        return self.cos[start:end], self.sin[start:end]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [B, heads, T, head_dim]; cos, sin: [T, rotary_dim]; the two halves of a head form the pairs."""
+    dim = cos.shape[-1]
+    turned, passed = x[..., :dim], x[..., dim:]
+    first, second = turned.chunk(2, dim=-1)
+    swapped = torch.cat((-second, first), dim=-1)
+    turned = turned * cos + swapped * sin
+    return turned if passed.shape[-1] == 0 else torch.cat((turned, passed), dim=-1)

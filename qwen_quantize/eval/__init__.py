@@ -1,0 +1,1 @@
+"""Measures of what a quantized model is worth."""

@@ -1,0 +1,152 @@
+"""One pass over a text through a model, or through two in lockstep, layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qwen_quantize.eval.divergence import LayerError, agreement, log_histogram, quantiles, token_kl
+from qwen_quantize.eval.perplexity import (
+    concatenated,
+    paired_rise,
+    perplexity,
+    rows_to_score,
+    targets_of,
+    token_nll,
+)
+from qwen_quantize.eval.scorer import LayeredScorer
+
+Progress = Callable[[str, int, int], None]  # (what is done, steps done, steps in all)
+
+_TOKENS_PER_BATCH = 4096
+_ROWS_PER_HEAD_BATCH = 256  # the logits of a batch: rows x vocabulary x 4 bytes, twice
+
+
+@dataclass(frozen=True, slots=True)
+class LayerComparison:
+    """Cumulative error of the hidden states after a layer, against the reference's."""
+
+    layer: int
+    sqnr_db: float
+    cosine: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A model measured on a text; the second half of the fields needs a reference and is None without.
+
+    tokens: scored predictions. KL in nats of KL(reference || model) per token. rise: perplexity over the
+    reference's, minus one, with its paired standard error.
+    """
+
+    tokens: int
+    windows: int
+    window_tokens: int
+    perplexity: float
+    reference_perplexity: float | None = None
+    rise: float | None = None
+    rise_standard_error: float | None = None
+    kl_mean: float | None = None
+    kl_p50: float | None = None
+    kl_p90: float | None = None
+    kl_p99: float | None = None
+    kl_max: float | None = None
+    top1_agreement: float | None = None
+    layers: tuple[LayerComparison, ...] = ()
+    kl_edges: tuple[float, ...] = ()
+    kl_counts: tuple[int, ...] = ()
+
+
+def _ignore(_what: str, _done: int, _total: int) -> None:
+    pass
+
+
+@torch.inference_mode()
+def evaluate(
+    model: LayeredScorer,
+    windows: Tensor,
+    reference: LayeredScorer | None = None,
+    progress: Progress = _ignore,
+) -> Comparison:
+    """windows: [n, T] int64, each scored on its own from its second token on."""
+    if windows.dim() != 2 or windows.shape[0] < 1 or windows.shape[1] < 2:
+        raise ValueError(f"windows must be [n >= 1, T >= 2], found {list(windows.shape)}")
+    models = [model] if reference is None else [model, reference]
+    hidden = [m.embed(windows) for m in models]
+    rows = max(1, _TOKENS_PER_BATCH // windows.shape[1])
+    layers = []
+    for index in range(model.num_layers):
+        error = LayerError()
+        for m in models:
+            m.open_layer(index)
+        for begin in range(0, windows.shape[0], rows):
+            part = slice(begin, begin + rows)
+            for m, states in zip(models, hidden, strict=True):
+                states[part] = m.run_layer(states[part])
+            if reference is not None:
+                error.add(hidden[1][part], hidden[0][part])
+        if reference is not None:
+            layers.append(_layer_record(index, error))
+        progress("layers", index + 1, model.num_layers)
+    return _score(models, hidden, windows, tuple(layers), progress)
+
+
+def _layer_record(index: int, error: LayerError) -> LayerComparison:
+    sqnr = 10 * math.log10(error.signal / error.noise) if error.noise > 0 and error.signal > 0 else math.inf
+    return LayerComparison(index, sqnr, error.cosine / error.tokens)
+
+
+def _score(
+    models: list[LayeredScorer],
+    hidden: list[Tensor],
+    windows: Tensor,
+    layers: tuple[LayerComparison, ...],
+    progress: Progress,
+) -> Comparison:
+    for m in models:
+        m.open_head()
+    targets = targets_of(windows)
+    flat = [rows_to_score(states) for states in hidden]
+    total = targets.shape[0]
+    losses: list[list[Tensor]] = [[] for _ in models]
+    divergences: list[Tensor] = []
+    agreed = 0
+    for begin in range(0, total, _ROWS_PER_HEAD_BATCH):
+        part = slice(begin, begin + _ROWS_PER_HEAD_BATCH)
+        scores = [m.log_probabilities(rows[part]) for m, rows in zip(models, flat, strict=True)]
+        for kept, score in zip(losses, scores, strict=True):
+            kept.append(token_nll(score, targets[part]))
+        if len(scores) == 2:
+            divergences.append(token_kl(scores[1], scores[0]))
+            agreed += int(agreement(scores[1], scores[0]).sum())
+        progress("predictions", min(begin + _ROWS_PER_HEAD_BATCH, total), total)
+    nll = [concatenated(parts) for parts in losses]
+    window_tokens = windows.shape[1] - 1
+    if len(models) == 1:
+        return Comparison(total, windows.shape[0], window_tokens, perplexity(nll[0]))
+    kl = concatenated(divergences)
+    rise, error = paired_rise(nll[1], nll[0], window_tokens)
+    p50, p90, p99 = quantiles(kl, (0.5, 0.9, 0.99))
+    edges, counts = log_histogram(kl)
+    return Comparison(
+        tokens=total,
+        windows=windows.shape[0],
+        window_tokens=window_tokens,
+        perplexity=perplexity(nll[0]),
+        reference_perplexity=perplexity(nll[1]),
+        rise=rise,
+        rise_standard_error=error,
+        kl_mean=float(kl.mean()),
+        kl_p50=p50,
+        kl_p90=p90,
+        kl_p99=p99,
+        kl_max=float(kl.max()),
+        top1_agreement=agreed / total,
+        layers=layers,
+        kl_edges=tuple(edges),
+        kl_counts=tuple(counts),
+    )

@@ -1,0 +1,1 @@
+"""Model families as records: which tensors exist and what they feed."""

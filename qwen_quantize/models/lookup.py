@@ -1,0 +1,51 @@
+"""From an architecture's name to its family. A new family is a record and its line here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from qwen_quantize.errors import UserError
+from qwen_quantize.models.blueprint import Blueprint, Family
+from qwen_quantize.models.config import parse_model_config
+from qwen_quantize.models.llama import LLAMA
+from qwen_quantize.models.qwen import QWEN2, QWEN3
+
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3)
+
+BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The first entry of `architectures`; raises UserError when config.json names none."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise UserError(
+            "config.json names no architecture: the key 'architectures' must hold a list such as "
+            '["Qwen3ForCausalLM"]'
+        )
+    return names[0]
+
+
+def find_blueprint(config: Mapping[str, Any]) -> Blueprint | None:
+    """The blueprint for this config, or None for an architecture that has none."""
+    architecture = architecture_of(config)
+    family = BY_ARCHITECTURE.get(architecture)
+    if family is None:
+        return None
+    return Blueprint(family, parse_model_config(config, architecture))
+
+
+def require_blueprint(config: Mapping[str, Any]) -> Blueprint:
+    """As `find_blueprint`, but an unsupported architecture is a UserError that says what is supported."""
+    blueprint = find_blueprint(config)
+    if blueprint is None:
+        architecture = architecture_of(config)
+        near = difflib.get_close_matches(architecture, BY_ARCHITECTURE, n=1)
+        hint = f" (nearest: {near[0]})" if near else ""
+        raise UserError(
+            f"config.json: the architecture {architecture!r} is not supported{hint}; "
+            f"supported are {', '.join(sorted(BY_ARCHITECTURE))}"
+        )
+    return blueprint

@@ -1,0 +1,52 @@
+"""What the user asked for, frozen: everything that decides the written bytes, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One quantization request. Paths and sizes as given; `block_size` None leaves the choice to the plan."""
+
+    model_path: str
+    device: str
+    method: str
+    dataset: str | None = None
+    column: str | None = None
+    samples: int = 16
+    length: int = 512
+    seed: int = 0
+    ignore: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    block_size: int | None = None
+    versions: tuple[tuple[str, str], ...] = ()
+    assume: tuple[tuple[str, str], ...] = ()
+    with_claims: bool = False
+    allow_unsupported: bool = False
+    max_memory: int | None = None
+    max_shard_bytes: int = 4_500_000_000
+
+    def as_record(self) -> dict[str, object]:
+        record = asdict(self)
+        record["versions"] = dict(self.versions)
+        record["assume"] = dict(self.assume)
+        return record
+
+    def digest(self) -> str:
+        """SHA-256 over every field: a resumed run must ask for exactly the same."""
+        return hashlib.sha256(json.dumps(self.as_record(), sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the result goes and what to do with what is there; does not change the bytes."""
+
+    path: Path
+    resume: bool = False
+    overwrite: bool = False
+    threads: int | None = None
+    extra: dict[str, str] = field(default_factory=dict)

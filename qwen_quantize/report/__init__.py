@@ -1,0 +1,1 @@
+"""Result records as JSON, terminal tables and one HTML page."""

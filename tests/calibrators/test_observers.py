@@ -1,0 +1,68 @@
+"""Streaming statistics against one-shot float64 ones; merging against observing everything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qwen_quantize.calibrators.native import exponent_mantissa_histogram
+from qwen_quantize.calibrators.observers import InputObserver, InputStatistics, merge_statistics
+
+
+def observed(parts: list[torch.Tensor], second_moment: bool = True) -> InputStatistics:
+    observer = InputObserver(parts[0].shape[1], None, second_moment)
+    for part in parts:
+        observer.observe(part)
+    return observer.statistics()
+
+
+@pytest.fixture
+def data() -> torch.Tensor:
+    return torch.randn(300, 24, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 2, 24)
+
+
+def test_statistics_equal_one_shot(data: torch.Tensor) -> None:
+    found = observed([data[:100], data[100:101], data[101:]])
+    exact = data.double()
+    assert found.tokens == 300
+    assert torch.equal(found.amax, data.abs().amax(dim=0))
+    torch.testing.assert_close(found.total, exact.sum(dim=0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.squares, exact.square().sum(dim=0), rtol=1e-6, atol=0.0)
+    assert found.second_moment is not None
+    torch.testing.assert_close(found.second_moment, exact.T @ exact, rtol=1e-4, atol=1e-4)
+
+
+def test_merge_of_halves_equals_the_whole(data: torch.Tensor) -> None:
+    whole = observed([data[:128], data[128:]])
+    merged = merge_statistics(observed([data[:128]]), observed([data[128:]]))
+    assert merged.tokens == whole.tokens
+    assert torch.equal(merged.amax, whole.amax)
+    assert torch.equal(merged.histogram, whole.histogram)
+    torch.testing.assert_close(merged.second_moment, whole.second_moment, rtol=1e-14, atol=0.0)
+    torch.testing.assert_close(merged.squares, whole.squares, rtol=1e-14, atol=0.0)
+
+
+def test_second_moment_sees_the_cast_input() -> None:
+    observer = InputObserver(3, lambda x: x.round(), second_moment=True)
+    x = torch.tensor([[0.4, 1.6, -2.4]])
+    observer.observe(x)
+    rounded = torch.tensor([[0.0, 2.0, -2.0]], dtype=torch.float64)
+    assert observer.statistics().second_moment is not None
+    assert torch.equal(observer.statistics().second_moment, rounded.T @ rounded)
+    assert torch.equal(observer.statistics().amax, torch.tensor([0.4, 1.6, 2.4]))
+
+
+def test_histogram_counts_exponents_and_mantissas() -> None:
+    x = torch.tensor([1.0, 1.125, -1.99, 2.0, 0.0, 3.0, float("inf")])
+    counts = exponent_mantissa_histogram(x)
+    assert counts.sum() == 7
+    assert counts[127].tolist() == [1, 1, 0, 0, 0, 0, 0, 1]
+    assert counts[128].tolist() == [1, 0, 0, 0, 1, 0, 0, 0]
+    assert counts[0, 0] == 1
+    assert counts[255, 0] == 1
+
+
+def test_native_histogram_equals_torch(data: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = exponent_mantissa_histogram(data)
+    monkeypatch.setattr("qwen_quantize.calibrators.native._library", lambda: None)
+    assert torch.equal(native, exponent_mantissa_histogram(data))
