@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.error_feedback import compensated_rounding, quadratic
+from qwen_quantize.calibrators.error_feedback import compensated_rounding, quadratic, squared_norm
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
 from qwen_quantize.calibrators.scale_search import ScaleChoice, search_exponents
 from qwen_quantize.formats.block_kernels import dequantize_blocks, quantize_blocks
@@ -32,7 +32,7 @@ def solve_block_fp8(problem: LayerProblem) -> LayerSolution:
         raise ValueError(f"{problem.scheme.name}: block FP8 needs a float format, not {format.name}")
     rows, columns = spec.granularity.rows, spec.granularity.cols
     weight = problem.weight
-    column_weight = problem.statistics.mean_square().float() if problem.statistics is not None else None
+    column_weight = _column_weight(problem)
     choice = search_exponents(weight, format, problem.weight_cast, rows, columns, column_weight)
 
     def rounded(exponents: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def solve_block_fp8(problem: LayerProblem) -> LayerSolution:
 
     notes: list[str] = []
     codes, exponents = rounded(choice.exponents), choice.exponents
-    if problem.factor is None or problem.statistics is None:
+    if problem.factor is None:
         signal = _weighted_norm(weight, column_weight)
         error = float(choice.errors.sum()) / signal if signal > 0 else 0.0
         baseline = float(choice.baseline_errors.sum()) / signal if signal > 0 else 0.0
@@ -70,9 +70,17 @@ def solve_block_fp8(problem: LayerProblem) -> LayerSolution:
     )
 
 
+def _column_weight(problem: LayerProblem) -> Tensor | None:
+    """[K] float32: what an error in each input feature counts; None without calibration data."""
+    if problem.factor is not None:
+        return problem.factor.hessian.diagonal().contiguous()
+    if problem.statistics is not None:
+        return problem.statistics.mean_square().float()
+    return None
+
+
 def _weighted_norm(weight: Tensor, column_weight: Tensor | None) -> float:
-    square = weight.double().square()
-    return float((square if column_weight is None else square * column_weight).sum())
+    return squared_norm(weight if column_weight is None else weight * column_weight.sqrt())
 
 
 def _solution(
@@ -87,8 +95,7 @@ def _solution(
 ) -> LayerSolution:
     weight = problem.weight
     rows, columns = problem.scheme.weight.granularity.rows, problem.scheme.weight.granularity.cols
-    noise = float((weight - values).square().sum(dtype=torch.float64))
-    signal = float(weight.square().sum(dtype=torch.float64))
+    noise, signal = squared_norm(weight - values), squared_norm(weight)
     zero = int((block_amax(weight, problem.scheme.weight.granularity) == 0).sum())
     grid_rows, grid_columns = exponents.shape
     partial = (grid_columns if weight.shape[0] % rows else 0) + (

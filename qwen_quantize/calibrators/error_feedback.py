@@ -49,12 +49,17 @@ def compensated_rounding(
             emin,
             maximum,
         )
-        loss += float(errors.square().sum(dtype=torch.float64))
+        loss += squared_norm(errors)
         if last < columns:
             work[:, last:].addmm_(errors, factor.upper[first:last, last:], alpha=-1)
     return work, loss
 
 
 def quadratic(difference: Tensor, hessian: Tensor) -> float:
-    """trace(D H D^T) for D [N, K], H [K, K], float32, summed in float64."""
-    return float((difference @ hessian).mul_(difference).sum(dtype=torch.float64))
+    """trace(D H D^T) for D [N, K], H [K, K], float32; rows are summed in float64."""
+    return float(torch.linalg.vecdot(difference @ hessian, difference).sum(dtype=torch.float64))
+
+
+def squared_norm(matrix: Tensor) -> float:
+    """The sum of squares of a float32 matrix [N, K]; rows are summed in float64."""
+    return float(torch.linalg.vector_norm(matrix, dim=1).double().square().sum())

@@ -12,10 +12,10 @@ _MAX_RELATIVE_DAMPING = 10.0
 
 
 def hessian_of(statistics: InputStatistics) -> Tensor:
-    """[K, K] float64 mean of Q(x) Q(x)^T; features that never fired get 1 on the diagonal (GPTQ)."""
+    """[K, K] float64 weighted mean of Q(x) Q(x)^T; features that never fired get 1 on the diagonal (GPTQ)."""
     if statistics.second_moment is None:
         raise ValueError("these statistics were gathered without second moments")
-    hessian = statistics.second_moment / max(statistics.tokens, 1)
+    hessian = statistics.second_moment / (statistics.weight_total or 1.0)
     diagonal = hessian.diagonal()
     diagonal[diagonal == 0] = 1.0
     return hessian
@@ -43,7 +43,9 @@ def factorize(hessian: Tensor, damping: float = 0.01) -> HessianFactor:
             break
         used *= 10
         if used > _MAX_RELATIVE_DAMPING:
-            raise ValueError(f"the Hessian of {size} features has no Cholesky factor even with damping {used}")
+            raise ValueError(
+                f"the Hessian of {size} features has no Cholesky factor even with damping {used}"
+            )
     right = lower.flip(0, 1)
     identity = torch.eye(size, dtype=torch.float64)
     upper = torch.linalg.solve_triangular(right, identity, upper=True)

@@ -17,8 +17,9 @@ class InputStatistics:
 
     tokens: rows seen. amax, total, squares: [K] per feature (float32, float64, float64) of the input as it
     arrives. histogram: [256, 8] int64 over float32 exponent field and top three mantissa bits.
-    second_moment: [K, K] float64 sum of Q(x) Q(x)^T, where Q is the chip's cast (the identity without one);
-    None when only the cheap statistics were asked for.
+    second_moment: [K, K] float64 sum of w Q(x) Q(x)^T, where Q is the chip's cast (the identity without
+    one) and w the token's weight; None when only the cheap statistics were asked for. weight_total: the
+    sum of the weights.
     """
 
     tokens: int
@@ -27,13 +28,14 @@ class InputStatistics:
     squares: Tensor
     histogram: Tensor
     second_moment: Tensor | None
+    weight_total: float
 
     def mean_square(self) -> Tensor:
         """[K] float64 E[x^2] of each feature."""
         return self.squares / max(self.tokens, 1)
 
-    def kurtosis_hint(self) -> float:
-        """amax over rms, largest feature: how far the loudest outlier stands out of its own feature."""
+    def outlier_ratio(self) -> float:
+        """The largest amax over rms of a feature: how far the loudest outlier stands out of its own feature."""
         rms = self.mean_square().sqrt()
         ratio = torch.where(rms > 0, self.amax.double() / rms, torch.zeros_like(rms))
         return float(ratio.max())
@@ -50,35 +52,56 @@ class InputObserver:
         self.squares = torch.zeros(features, dtype=torch.float64)
         self.histogram = torch.zeros(256, 8, dtype=torch.int64)
         self.second_moment = torch.zeros(features, features, dtype=torch.float64) if second_moment else None
+        self.weight_total = 0.0
 
-    def observe(self, x: Tensor) -> None:
-        """x: [tokens, K] float32, as the linear receives it before the chip's cast."""
+    def observe(self, x: Tensor, weight: Tensor | None = None) -> None:
+        """x: [tokens, K] float32, as the linear receives it before the chip's cast; weight: [tokens] or None."""
         self.tokens += x.shape[0]
         torch.maximum(self.amax, x.abs().amax(dim=0), out=self.amax)
-        self.total += x.sum(dim=0, dtype=torch.float64)
+        # The sums of one batch are float32 (pairwise inside torch); batches add up in float64.
+        self.total += x.sum(dim=0)
+        self.squares += torch.linalg.vector_norm(x, dim=0).double().square()
         self.histogram += exponent_mantissa_histogram(x)
-        seen = x if self.cast is None else self.cast(x)
-        self.squares += x.square().sum(dim=0, dtype=torch.float64)
+        self.weight_total += x.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
         if self.second_moment is not None:
-            # The product of one batch is float32; batches add up in float64.
-            self.second_moment += seen.T @ seen
+            seen = x if self.cast is None else self.cast(x)
+            weighted = seen if weight is None else seen * weight.unsqueeze(1)
+            self.second_moment += weighted.T @ seen
 
     def statistics(self) -> InputStatistics:
         return InputStatistics(
-            self.tokens, self.amax, self.total, self.squares, self.histogram, self.second_moment
+            self.tokens,
+            self.amax,
+            self.total,
+            self.squares,
+            self.histogram,
+            self.second_moment,
+            self.weight_total,
         )
+
+
+def residual_weight(residual: Tensor, output: Tensor) -> Tensor:
+    """[tokens] float32: 1 / (mean square of the residual + that of what a linear adds to it).
+
+    Whatever reads the residual normalises it first, so an error in it counts relative to its size. Without
+    this weight the few tokens with massive activations (thousands of times the median) fill the second
+    moments, and error compensation serves them alone. residual, output: [tokens, hidden].
+    """
+    size = residual.square().mean(dim=1) + output.square().mean(dim=1)
+    return 1 / size.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def merge_statistics(a: InputStatistics, b: InputStatistics) -> InputStatistics:
     """The statistics of both inputs together; integer counts exactly, sums within float64 rounding."""
-    both = a.second_moment is not None and b.second_moment is not None
+    second_moment = None
+    if a.second_moment is not None and b.second_moment is not None:
+        second_moment = a.second_moment + b.second_moment
     return InputStatistics(
         tokens=a.tokens + b.tokens,
         amax=torch.maximum(a.amax, b.amax),
         total=a.total + b.total,
         squares=a.squares + b.squares,
         histogram=a.histogram + b.histogram,
-        second_moment=a.second_moment + b.second_moment  # type: ignore[operator]
-        if both
-        else None,
+        second_moment=second_moment,
+        weight_total=a.weight_total + b.weight_total,
     )

@@ -65,18 +65,19 @@ class PlainGroup:
 
 @dataclass(frozen=True, slots=True)
 class ObservedGroup:
-    """A group whose input is shown to an observer before it is used."""
+    """A group whose input and outputs are shown to an observer."""
 
     inner: LinearGroup
-    observe: Callable[[Tensor], None]
+    observe: Callable[[Tensor, tuple[Tensor, ...]], None]
 
     @property
     def nbytes(self) -> int:
         return self.inner.nbytes
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        self.observe(x.reshape(-1, x.shape[-1]))
-        return self.inner(x)
+        outputs = self.inner(x)
+        self.observe(x, outputs)
+        return outputs
 
 
 @dataclass(frozen=True, slots=True)

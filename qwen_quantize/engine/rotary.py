@@ -81,8 +81,12 @@ class RotaryTable:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [B, heads, T, head_dim]; cos, sin: [T, rotary_dim]; the two halves of a head form the pairs."""
     dim = cos.shape[-1]
-    turned, passed = x[..., :dim], x[..., dim:]
-    first, second = turned.chunk(2, dim=-1)
-    swapped = torch.cat((-second, first), dim=-1)
-    turned = turned * cos + swapped * sin
-    return turned if passed.shape[-1] == 0 else torch.cat((turned, passed), dim=-1)
+    half = dim // 2
+    # Both halves of cos (and of sin) are equal; writing into halves saves two copies of x.
+    cosine, sine = cos[..., :half], sin[..., :half]
+    first, second = x[..., :half], x[..., half:dim]
+    turned = torch.empty_like(x)
+    torch.mul(first, cosine, out=turned[..., :half]).addcmul_(second, sine, value=-1)
+    torch.mul(second, cosine, out=turned[..., half:dim]).addcmul_(first, sine)
+    turned[..., dim:] = x[..., dim:]
+    return turned

@@ -17,6 +17,10 @@ class Stream(StrEnum):
     MLP_HIDDEN = "mlp_hidden"
 
 
+# Their linears add to the residual, so an error of theirs counts relative to the size of the residual.
+RESIDUAL_WRITERS = frozenset({Stream.ATTENTION_OUTPUT, Stream.MLP_HIDDEN})
+
+
 class Bias(StrEnum):
     """Where a linear's bias is decided."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qwen_quantize.calibrators.block_fp8 import exact_scale
 from qwen_quantize.calibrators.hessian import factorize, hessian_of
-from qwen_quantize.calibrators.observers import InputObserver, InputStatistics
+from qwen_quantize.calibrators.observers import InputObserver, InputStatistics, residual_weight
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
 from qwen_quantize.checkpoint.writer import OutputFolder
 from qwen_quantize.engine.linear import EmulatedGroup, LinearGroup, ObservedGroup, PlainGroup
@@ -25,7 +25,7 @@ from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.model import Layer, run_layer
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.block_kernels import dequantize_blocks
-from qwen_quantize.models.blueprint import LinearSite, Stream
+from qwen_quantize.models.blueprint import RESIDUAL_WRITERS, LinearSite, Stream
 from qwen_quantize.pipeline.hidden import HiddenStates
 from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.plan import Action, Plan, TensorPlan
@@ -149,16 +149,36 @@ def _observe(
     cast = plan.activation_cast()
     observers: dict[Stream, InputObserver] = {}
     groups: dict[Stream, LinearGroup] = {}
+    residual = _Residual()
     for stream, group in layer.groups.items():
         assert isinstance(group, PlainGroup)
         observer = InputObserver(group.weight.shape[1], cast, plan.method.uses_second_moments)
         observers[stream] = observer
-        groups[stream] = ObservedGroup(group, observer.observe)
+        groups[stream] = ObservedGroup(group, _observing(observer, stream, residual))
     observed = Layer(groups, layer.norms)
     for begin in range(0, states.shape[0], plan.batch_windows):
         end = min(begin + plan.batch_windows, states.shape[0])
-        run_layer(states.read(index, begin, end), observed, index, plan.blueprint, reader.rotary)
+        residual.hidden = states.read(index, begin, end)
+        run_layer(residual.hidden, observed, index, plan.blueprint, reader.rotary)
     return observers
+
+
+class _Residual:
+    """The residual as it entered the layer, for the observers of one batch."""
+
+    hidden: Tensor
+
+
+def _observing(
+    observer: InputObserver, stream: Stream, residual: _Residual
+) -> Callable[[Tensor, tuple[Tensor, ...]], None]:
+    def observe(x: Tensor, outputs: tuple[Tensor, ...]) -> None:
+        weight = None
+        if stream in RESIDUAL_WRITERS:
+            weight = residual_weight(residual.hidden.flatten(0, 1), outputs[0].flatten(0, 1))
+        observer.observe(x.flatten(0, -2), weight)
+
+    return observe
 
 
 def _propagate(plan: Plan, reader: ModelReader, layer: Layer, index: int, states: HiddenStates) -> None:
@@ -231,7 +251,7 @@ def _stream_record(stream: Stream, statistics: InputStatistics) -> StreamRecord:
         tokens=statistics.tokens,
         amax=float(statistics.amax.max()),
         rms=float(statistics.mean_square().mean().sqrt()),
-        outlier_ratio=statistics.kurtosis_hint(),
+        outlier_ratio=statistics.outlier_ratio(),
         exponents={str(int(e) - 127): int(by_exponent[e]) for e in by_exponent.nonzero().flatten()},
     )
 

@@ -63,7 +63,9 @@ def test_beats_rounding_on_its_own_objective(seed: int) -> None:
     rounded = quantize_values(weight / scale, E4M3FN, RNE_SATURATE) * scale
     factor = factorize(hessian)
     compensated, loss = compensated_rounding(weight, scale, factor, E4M3FN)
-    assert quadratic(weight - compensated, hessian.float()) < 0.8 * quadratic(weight - rounded, hessian.float())
+    assert quadratic(weight - compensated, hessian.float()) < 0.8 * quadratic(
+        weight - rounded, hessian.float()
+    )
     assert loss == pytest.approx(quadratic(weight - compensated, factor.hessian), rel=1e-3)
 
 

@@ -174,7 +174,15 @@ def test_eval_repeats_the_validation(model: Path, options: list[str], tmp_path: 
     assert record["seconds"] > 0
     assert record["activation_rounding"] == "rne"
     truncated = run(
-        "eval", out, "--text", tmp_path / "held-out.txt", "--max-tokens", 1024, "--device", "example@1.3", "--json"
+        "eval",
+        out,
+        "--text",
+        tmp_path / "held-out.txt",
+        "--max-tokens",
+        1024,
+        "--device",
+        "example@1.3",
+        "--json",
     )
     assert json.loads(truncated.stdout)["activation_rounding"] == "rtz"
     assert json.loads(truncated.stdout)["kl_mean"] > 1.2 * record["kl_mean"]

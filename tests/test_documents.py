@@ -1,0 +1,311 @@
+"""The documents say what the program does: tables, commands, links, keys, and both editions in step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from qwen_quantize.chip_profiles.arithmetic import ASSUMABLE
+from qwen_quantize.cli.main import app
+from qwen_quantize.models.lookup import BY_ARCHITECTURE
+from tests.tiny_models import make_tiny, make_tokenizer, words
+from tools import readme_tables
+from tools.readme_tables import CHINESE, ENGLISH, LANGUAGES, Language
+
+ROOT = Path(__file__).resolve().parent.parent
+READMES = ("README.md", "README.zh-CN.md")
+DOCUMENTS = (*READMES, "CONTRIBUTING.md", "CHANGELOG.md", "qwen_quantize/embedded/LICENSE-DATA.md")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(
+    r"[\w.-]+(/[\w.-]+)+\.(py|toml|md|c|json|txt)|[A-Z]\w+\.md|Makefile|pyproject\.toml|\.ci/run"
+)
+# Made by a run, so that a checkout need not hold them.
+MADE = {"benchmarks/results/real_model.json", "benchmarks/real_model.py"}
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """(language, content) of every fenced block."""
+    return FENCE.findall(text)
+
+
+def prose(text: str) -> str:
+    """The text without its fenced blocks."""
+    return FENCE.sub("", text)
+
+
+def commands(name: str, program: str) -> list[list[str]]:
+    """The arguments of every line of the document's shell blocks that runs `program`."""
+    found = []
+    for language, content in blocks(text_of(name)):
+        assert language in ("sh", "toml", "python"), f"{name}: a block needs its language"
+        if language != "sh":
+            continue
+        for line in content.replace("\\\n", " ").splitlines():
+            tokens = shlex.split(line)
+            if tokens and tokens[0].rsplit("/", 1)[-1] == program:
+                found.append(tokens[1:])
+    return found
+
+
+def complaint(arguments: list[str]) -> str | None:
+    """Why the program's own option tables refuse a command line, None when they take it."""
+    command = typer.main.get_command(app)
+    rest, positional = list(arguments), 0
+    while rest:
+        token = rest.pop(0)
+        if token.startswith("-") and token != "-":
+            options = [p for p in command.params if token in (*p.opts, *p.secondary_opts)]
+            if not options:
+                return f"{token} is no option of {command.name or 'qwen_quantize'}"
+            if not getattr(options[0], "is_flag", False):
+                if not rest:
+                    return f"{token} needs a value"
+                rest.pop(0)
+        elif token in getattr(command, "commands", {}):
+            command, positional = command.commands[token], 0  # type: ignore[attr-defined]
+        else:
+            positional += 1
+    takes = [p for p in command.params if p.param_type_name == "argument"]
+    if positional > len(takes) or positional < sum(1 for p in takes if p.required):
+        return f"{positional} arguments for {command.name or 'qwen_quantize'}, which takes {len(takes)}"
+    return None
+
+
+def promised_keys(readme: str, label: str) -> tuple[set[str], set[str]]:
+    """What the JSON table promises in the row of `label`: keys, and those in brackets, of items of a key."""
+    (row,) = [line for line in text_of(readme).splitlines() if line.startswith(f"| {label} | ")]
+    cell = row.removeprefix(f"| {label} |")
+    brackets = re.compile(r"\([^)]*\)|（[^）]*）|；.*|; for.*")
+    inner = " ".join(brackets.findall(cell))
+    return set(CODE.findall(brackets.sub("", cell))), set(CODE.findall(inner))
+
+
+@pytest.mark.parametrize("say", LANGUAGES, ids=lambda say: say.file)
+def test_tables_are_fresh(say: Language) -> None:
+    text = text_of(say.file)
+    made = readme_tables.refreshed(text, say, parts=("chips", "methods"))
+    assert made == text, "run `python tools/readme_tables.py`"
+
+
+def test_the_chips_table_says_what_chips_list_says() -> None:
+    listed = json.loads(CliRunner().invoke(app, ["chips", "list", "--json"]).stdout)["chips"]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in readme_tables.chips_table(ENGLISH).splitlines()[2:]
+    ]
+    assert [row[0].strip("`") for row in rows] == [chip["name"] for chip in listed]
+    for row, chip in zip(rows, listed, strict=True):
+        assert row[2:5] == [chip["fp8"], chip["int8"], chip["int4"]]
+        assert row[-1] == chip["arithmetic"]
+
+
+def test_the_chinese_tables_have_a_word_for_everything() -> None:
+    cells = set(re.findall(r"\b[a-z_]{3,}\b", re.sub(r"`[^`]*`", "", readme_tables.chips_table(CHINESE))))
+    assert cells <= {"generic"}, "an English word is left in the Chinese table"
+
+
+def test_stale_tables_are_found_and_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in READMES:
+        (tmp_path / name).write_text(text_of(name), encoding="utf-8")
+    monkeypatch.setattr(readme_tables, "ROOT", tmp_path)
+    assert readme_tables.main([]) == 0
+    assert readme_tables.main(["--check"]) == 0
+    changed = (tmp_path / "README.md").read_text(encoding="utf-8").replace("| `example` |", "| `sample` |")
+    (tmp_path / "README.md").write_text(changed, encoding="utf-8")
+    assert readme_tables.main(["--check"]) == 1
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == changed
+    assert readme_tables.main([]) == 0
+    assert readme_tables.main(["--check"]) == 0
+    (tmp_path / "README.md").write_text(changed.replace("generated: chips", "generated: ships"))
+    assert readme_tables.main(["--check"]) == 2
+
+
+@pytest.mark.parametrize("say", LANGUAGES, ids=lambda say: say.file)
+def test_the_measured_table_shows_every_row(say: Language, tmp_path: Path) -> None:
+    path = tmp_path / "real_model.json"
+    row = {"perplexity": 30.5, "rise": 0.0125, "rise_standard_error": 0.001, "kl_mean": 0.02}
+    record = {
+        "machine": {"cpu": "made up", "cores": 2},
+        "model": "tiny",
+        "rows": [
+            {"name": "first", **row, "top1_agreement": 0.9},
+            {"name": "second", "perplexity": 30.1, "rise": None, "rise_standard_error": None},
+        ],
+        "quantize_seconds": 12.4,
+        "quantize_peak_memory_bytes": 3 * 2**20,
+        "tokens": 4096,
+        "text": "a novel",
+        "calibration_tokens": 8192,
+    }
+    path.write_text(json.dumps(record))
+    table = readme_tables.measured_table(say, path)
+    assert "| first | 30.500 | +1.25 % ± 0.10 % | 0.02000 | 90.00 % |" in table
+    assert "| second | 30.100 |  |  |  |" in table
+    for fact in ("tiny", "a novel", "4,096", "8,192", "12", "3 MiB", "made up"):
+        assert fact in table
+    path.write_text("{}")
+    with pytest.raises(readme_tables.ReadmeError, match=r"real_model\.json"):
+        readme_tables.measured_table(say, path)
+    assert "make real-model" in readme_tables.measured_table(say, tmp_path / "none.json")
+
+
+def test_the_two_editions_are_in_step() -> None:
+    english, chinese = (text_of(name) for name in READMES)
+    assert blocks(english) == blocks(chinese)
+    levels = [[len(marks) for marks, _ in HEADING.findall(prose(text))] for text in (english, chinese)]
+    assert levels[0] == levels[1]
+    rows = [
+        [line.count("|") for line in text.splitlines() if line.startswith("|")] for text in (english, chinese)
+    ]
+    assert rows[0] == rows[1]
+    spans = [sorted(set(CODE.findall(prose(text)))) for text in (english, chinese)]
+    assert spans[0] == spans[1], "one edition names an option, key or file that the other does not"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_parse(name: str) -> None:
+    for arguments in commands(name, "qwen_quantize"):
+        assert complaint(arguments) is None, f"{name}: qwen_quantize {shlex.join(arguments)}"
+
+
+def test_the_readme_shows_every_command() -> None:
+    shown = {word for arguments in commands("README.md", "qwen_quantize") for word in arguments}
+    assert {"eval", "bench", "generate", "report", "chips", "list", "show", "validate"} <= shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--devise", "ascend"],
+        ["eval", "OUT", "--tokens", "3"],
+        ["eval"],
+        ["--device"],
+        ["chips", "show"],
+        ["OUT"],
+    ],
+)
+def test_commands_that_do_not_parse_are_noticed(arguments: list[str]) -> None:
+    assert complaint(arguments) is not None
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_options_in_the_prose_exist(name: str) -> None:
+    command = typer.main.get_command(app)
+    known = {"--check"}  # tools/readme_tables.py
+    waiting = [command]
+    while waiting:
+        current = waiting.pop()
+        known |= {option for p in current.params for option in (*p.opts, *p.secondary_opts)}
+        waiting += getattr(current, "commands", {}).values()
+    named = {
+        m for span in CODE.findall(prose(text_of(name))) for m in re.findall(r"(?:^|\s)(--[a-z-]+)", span)
+    }
+    assert named <= known
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_make_targets_exist(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
+    named = {arguments[0] for arguments in commands(name, "make")}
+    named |= {span.split()[1] for span in CODE.findall(prose(text_of(name))) if span.startswith("make ")}
+    assert named <= targets
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_and_file_names_exist(name: str) -> None:
+    text = prose(text_of(name))
+    for target in LINK.findall(text):
+        path, _, anchor = target.partition("#")
+        assert "://" not in path
+        if path:
+            assert ((ROOT / name).parent / path).is_file(), f"{name}: {target}"
+        elif anchor:
+            slugs = {
+                re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for _, title in HEADING.findall(text)
+            }
+            assert anchor in slugs, f"{name}: {target}"
+    for span in CODE.findall(text):
+        if FILE.fullmatch(span) and span not in MADE and not name.endswith("LICENSE-DATA.md"):
+            assert (ROOT / span).is_file(), f"{name}: `{span}` does not exist"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_words_that_have_no_place_here(name: str) -> None:
+    text = text_of(name)
+    for pattern in (
+        r"(?<![\w./:])/(?:work|home|root|tmp|usr|opt|mnt|var|etc|venv)\b",  # absolute paths
+        r"\.\./",
+        r"\bissue \d",
+        r"(?i)\b(?:sub)?agents?\b|\bsessions?\b|\bhelpers?\b|\bAI assistant",
+        r"(?i)\bTODO\b|\bFIXME\b",
+        r"[\U0001F300-\U0001FAFF\u2600-\u27BF]",  # emojis
+    ):
+        found = re.search(pattern, text)
+        assert found is None, f"{name}: {found.group(0)!r}" if found else ""
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_lists_in_the_prose_are_those_of_the_code(name: str) -> None:
+    spans = set(CODE.findall(prose(text_of(name))))
+    assert set(ASSUMABLE) <= spans
+    assert {span for span in spans if span.endswith("ForCausalLM")} == set(BY_ARCHITECTURE)
+
+
+def test_promised_json_keys_are_there(tmp_path: Path) -> None:
+    model, out, text = tmp_path / "model", tmp_path / "out", tmp_path / "text.txt"
+    make_tiny(model, "qwen3", seed=3)
+    make_tokenizer(model)
+    text.write_text(words(300))
+    profile = str(ROOT / "qwen_quantize" / "chip_profiles" / "example.toml")
+    quantize = ["--model-path", str(model), "--output-path", str(out), "--device", "example@1.2",
+                "--validation-text", str(text), "--validation-tokens", "128", "--json"]  # fmt: skip
+    runs = {
+        ("quantize with `--dry-run`", "量化加 `--dry-run`"): [*quantize, "--dry-run"],
+        ("quantize", "量化"): quantize,
+        ("`eval`", "`eval`"): ["eval", str(out), "--text", str(text), "--max-tokens", "64", "--length", "32", "--json"],
+        ("`bench`", "`bench`"): ["bench", str(out), "--prompt-tokens", "4", "--new-tokens", "2", "--json"],
+        ("`chips show`", "`chips show`"): ["chips", "show", "example", "--json"],
+        ("`chips list`", "`chips list`"): ["chips", "list", "--json"],
+        ("`chips validate`", "`chips validate`"): ["chips", "validate", profile, "--json"],
+    }  # fmt: skip
+    for labels, arguments in runs.items():
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        record = json.loads(result.stdout)
+        for readme, label in zip(READMES, labels, strict=True):
+            keys, inner = promised_keys(readme, label)
+            assert keys
+            assert keys <= set(record), f"{readme}: {label} does not print {sorted(keys - set(record))}"
+            if label == "`chips list`":
+                assert inner <= set(record["chips"][0])
+            if "tensors" in keys:
+                assert inner <= set(record["tensors"][0])
+
+
+def test_python_versions_agree() -> None:
+    (wanted,) = re.findall(r'requires-python = ">=(\d+\.\d+)"', text_of("pyproject.toml"))
+    assert all(f"Python {wanted}" in text_of(name) for name in READMES)
+
+
+def test_changelog_names_this_version() -> None:
+    import qwen_quantize
+
+    versions = re.findall(r"^## \[?(\d+\.\d+\.\d+)", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert versions
+    assert versions[0] == qwen_quantize.__version__
+    keys = [tuple(map(int, version.split("."))) for version in versions]
+    assert all(a > b for a, b in itertools.pairwise(keys))
