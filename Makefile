@@ -31,7 +31,7 @@ check: $(STAMP)  ## format, lint, types, import direction, fast tests, wheel con
 	$(BIN)/check-wheel-contents build/wheel
 
 real-model: $(STAMP)  ## fetch SmolLM2-135M-Instruct (93 MB) and texts for it into build/real-model
-	$(BIN)/python tools/real_model.py --output build/real-model
+	$(BIN)/python tools/real_model.py --cache build/real-model
 
 benchmarks: $(STAMP)  ## throughput of the number formats on this machine
 	$(BIN)/python benchmarks/casts.py

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qwen_quantize.calibrators.error_feedback import compensated_rounding, quadratic, squared_norm
+from qwen_quantize.calibrators.hessian import DAMPING
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
 from qwen_quantize.calibrators.scale_search import ScaleChoice, search_exponents
 from qwen_quantize.formats.block_kernels import dequantize_blocks, quantize_blocks
@@ -63,7 +64,7 @@ def solve_block_fp8(problem: LayerProblem) -> LayerSolution:
         error = quadratic(weight - values(codes, exponents), hessian)
         if baseline < error:  # the search minds only the diagonal of the Hessian
             codes, exponents, error = baseline_codes, choice.baseline_exponents, baseline
-    if problem.factor.damping > 0.01:
+    if problem.factor.damping > DAMPING:
         notes.append(f"Hessian damped by {problem.factor.damping:g} of its diagonal")
     return _solution(
         problem, choice, codes, exponents, error / signal, baseline / signal, values(codes, exponents), notes

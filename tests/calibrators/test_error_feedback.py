@@ -41,7 +41,7 @@ def problem(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=lambda f: f.name)
 def test_equals_dense_reference(format: FloatFormat) -> None:
     weight, scale, hessian = problem(12, 160)  # 160 columns: two lazy blocks, the second partial
-    found, _ = compensated_rounding(weight, scale, factorize(hessian), format)
+    found, _ = compensated_rounding(weight, scale, factorize(hessian, 0.01), format)
     expected = dense_reference(weight, scale, hessian, format)
     # A value on a tie may fall either way in float32; the rest must be the same code.
     assert float((found.double() != expected).double().mean()) < 0.02
@@ -52,7 +52,7 @@ def test_equals_dense_reference(format: FloatFormat) -> None:
 def test_integers_equal_dense_reference() -> None:
     weight, _, hessian = problem(12, 64)
     scale = torch.full_like(weight, 0.5)
-    found, _ = compensated_rounding(weight, scale, factorize(hessian), INT4)
+    found, _ = compensated_rounding(weight, scale, factorize(hessian, 0.01), INT4)
     expected = dense_reference(weight, scale, hessian, INT4)
     assert float((found.double() != expected).double().mean()) < 0.02
 
@@ -61,7 +61,7 @@ def test_integers_equal_dense_reference() -> None:
 def test_beats_rounding_on_its_own_objective(seed: int) -> None:
     weight, scale, hessian = problem(32, 128, seed)
     rounded = quantize_values(weight / scale, E4M3FN, RNE_SATURATE) * scale
-    factor = factorize(hessian)
+    factor = factorize(hessian, 0.01)
     compensated, loss = compensated_rounding(weight, scale, factor, E4M3FN)
     assert quadratic(weight - compensated, hessian.float()) < 0.8 * quadratic(
         weight - rounded, hessian.float()
@@ -78,7 +78,7 @@ def test_identity_hessian_is_plain_rounding() -> None:
 
 def test_native_equals_torch_and_threads_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, scale, hessian = problem(70, 150)
-    factor = factorize(hessian)
+    factor = factorize(hessian, 0.01)
     native, _ = compensated_rounding(weight, scale, factor, E4M3FN)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -29,7 +29,7 @@ def test_factor_is_the_upper_cholesky_of_the_inverse() -> None:
 def test_singular_hessian_is_damped_more_and_says_so() -> None:
     hessian = torch.eye(6, dtype=torch.float64)
     hessian[0, 1] = hessian[1, 0] = 1.05  # not positive definite: only a larger share mends it
-    assert factorize(hessian).damping > 0.01
+    assert factorize(hessian, 0.01).damping > 0.01
 
 
 def test_hopeless_hessian_is_refused() -> None:
