@@ -10,6 +10,8 @@ from torch import Tensor
 
 from qwen_quantize.calibrators.native import exponent_mantissa_histogram
 
+_BLOCK = 192  # columns of a second moment that one matrix product makes
+
 
 @dataclass(frozen=True, slots=True)
 class InputStatistics:
@@ -60,15 +62,19 @@ class InputObserver:
         torch.maximum(self.amax, x.abs().amax(dim=0), out=self.amax)
         # The sums of one batch are float32 (pairwise inside torch); batches add up in float64.
         self.total += x.sum(dim=0)
-        self.squares += torch.linalg.vector_norm(x, dim=0).double().square()
+        self.squares += x.square().sum(dim=0)
         self.histogram += exponent_mantissa_histogram(x)
         self.weight_total += x.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
         if self.second_moment is not None:
             seen = x if self.cast is None else self.cast(x)
             weighted = seen if weight is None else seen * weight.unsqueeze(1)
-            self.second_moment += weighted.T @ seen
+            for first in range(0, seen.shape[1], _BLOCK):  # the upper half; `statistics` mirrors it
+                block = weighted[:, first : first + _BLOCK]
+                self.second_moment[first : first + _BLOCK, first:] += block.T @ seen[:, first:]
 
     def statistics(self) -> InputStatistics:
+        if self.second_moment is not None:
+            self.second_moment.copy_(self.second_moment.triu() + self.second_moment.triu(1).T)
         return InputStatistics(
             self.tokens,
             self.amax,
@@ -80,14 +86,17 @@ class InputObserver:
         )
 
 
-def residual_weight(residual: Tensor, output: Tensor) -> Tensor:
+def residual_weight(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """[tokens] float32: 1 / (mean square of the residual + that of what a linear adds to it).
 
     Whatever reads the residual normalises it first, so an error in it counts relative to its size. Without
     this weight the few tokens with massive activations (thousands of times the median) fill the second
-    moments, and error compensation serves them alone. residual, output: [tokens, hidden].
+    moments, and error compensation serves them alone. residual: [tokens, hidden]; x: [tokens, K], the
+    input of the linear `weight` [hidden, K], whose output is estimated as a sum of uncorrelated terms,
+    which is exact for the single feature that makes a massive activation.
     """
-    size = residual.square().mean(dim=1) + output.square().mean(dim=1)
+    added = (x.square() @ weight.square().sum(dim=0)) / weight.shape[0]
+    size = residual.square().mean(dim=1) + added
     return 1 / size.clamp(min=torch.finfo(torch.float32).tiny)
 
 

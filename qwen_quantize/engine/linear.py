@@ -65,19 +65,34 @@ class PlainGroup:
 
 @dataclass(frozen=True, slots=True)
 class ObservedGroup:
-    """A group whose input and outputs are shown to an observer."""
+    """A group whose input is shown to an observer before it is used."""
 
     inner: LinearGroup
-    observe: Callable[[Tensor, tuple[Tensor, ...]], None]
+    observe: Callable[[Tensor], None]
 
     @property
     def nbytes(self) -> int:
         return self.inner.nbytes
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        outputs = self.inner(x)
-        self.observe(x, outputs)
-        return outputs
+        self.observe(x)
+        return self.inner(x)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedGroup:
+    """A last group whose input is shown to an observer and whose outputs nobody needs: they are zeros."""
+
+    inner: PlainGroup
+    observe: Callable[[Tensor], None]
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.observe(x)
+        return tuple(torch.zeros(*x.shape[:-1], size) for size in self.inner.sizes)
 
 
 @dataclass(frozen=True, slots=True)

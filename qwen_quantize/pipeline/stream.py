@@ -20,7 +20,7 @@ from qwen_quantize.calibrators.hessian import factorize, hessian_of
 from qwen_quantize.calibrators.observers import InputObserver, InputStatistics, residual_weight
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
 from qwen_quantize.checkpoint.writer import OutputFolder
-from qwen_quantize.engine.linear import EmulatedGroup, LinearGroup, ObservedGroup, PlainGroup
+from qwen_quantize.engine.linear import EmulatedGroup, LinearGroup, ObservedGroup, PlainGroup, WatchedGroup
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.model import Layer, run_layer
 from qwen_quantize.errors import UserError
@@ -154,7 +154,10 @@ def _observe(
         assert isinstance(group, PlainGroup)
         observer = InputObserver(group.weight.shape[1], cast, plan.method.uses_second_moments)
         observers[stream] = observer
-        groups[stream] = ObservedGroup(group, _observing(observer, stream, residual))
+        observe = _observing(observer, stream, group, residual)
+        # The layer's output is not used here: the quantized layer's is what the next one will see.
+        last = stream is Stream.MLP_HIDDEN
+        groups[stream] = WatchedGroup(group, observe) if last else ObservedGroup(group, observe)
     observed = Layer(groups, layer.norms)
     for begin in range(0, states.shape[0], plan.batch_windows):
         end = min(begin + plan.batch_windows, states.shape[0])
@@ -170,13 +173,13 @@ class _Residual:
 
 
 def _observing(
-    observer: InputObserver, stream: Stream, residual: _Residual
-) -> Callable[[Tensor, tuple[Tensor, ...]], None]:
-    def observe(x: Tensor, outputs: tuple[Tensor, ...]) -> None:
-        weight = None
+    observer: InputObserver, stream: Stream, group: PlainGroup, residual: _Residual
+) -> Callable[[Tensor], None]:
+    def observe(x: Tensor) -> None:
+        x, weight = x.flatten(0, -2), None
         if stream in RESIDUAL_WRITERS:
-            weight = residual_weight(residual.hidden.flatten(0, 1), outputs[0].flatten(0, 1))
-        observer.observe(x.flatten(0, -2), weight)
+            weight = residual_weight(residual.hidden.flatten(0, 1), x, group.weight)
+        observer.observe(x, weight)
 
     return observe
 

@@ -91,9 +91,11 @@ def test_token_weights_scale_second_moments_only(data: torch.Tensor) -> None:
 
 
 def test_residual_weight_is_relative_to_the_residual() -> None:
-    residual = torch.tensor([[3.0, 4.0], [3000.0, 4000.0], [0.0, 0.0]])
-    output = torch.tensor([[0.0, 5.0], [0.0, 0.0], [0.0, 0.0]])
-    weight = residual_weight(residual, output)
-    assert weight[0] == pytest.approx(1 / 25)
+    residual = torch.tensor([[3.0, 4.0], [3000.0, 4000.0], [0.0, 0.0], [0.0, 0.0]])
+    x = torch.tensor([[0.0, 0.0], [0.0, 0.0], [100.0, 0.0], [0.0, 0.0]])
+    linear = torch.tensor([[3.0, 1.0], [4.0, 1.0]])
+    weight = residual_weight(residual, x, linear)
+    assert weight[0] == pytest.approx(1 / 12.5)
     assert weight[1] == pytest.approx(1 / 12.5e6)
+    assert weight[2] == pytest.approx(1 / (linear @ x[2]).square().mean())
     assert bool(weight.isfinite().all())
