@@ -6,12 +6,14 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from qwen_quantize.errors import ResumableError, UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+TEMPORARY = ".tmp"  # ends the name of a file that is not whole yet
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
@@ -34,19 +36,29 @@ def require_free_space(path: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def disk_errors(path: Path, needed: int) -> Iterator[None]:
-    """Turn an OSError of a write under `path` into a ResumableError; needed: bytes that it asked for."""
+def disk_errors(path: Path, needed: int, failed: str = "written") -> Iterator[None]:
+    """Turn an OSError at `path` into a ResumableError that says what could not be done with it.
+
+    needed: bytes that a write asked for.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
             raise ResumableError(
-                f"the disk is full: {path} needs {needed:,} bytes more and {free_bytes(path):,} are free; "
-                "free some and go on with --resume"
+                f"the disk is full: {path} needs {needed:,} bytes more and {_free_text(path)} are free; "
+                "make room and run again with --resume"
             ) from error
         raise ResumableError(
-            f"{path} cannot be written: {error.strerror or error}; repair that and go on with --resume"
+            f"{path} cannot be {failed}: {error.strerror or error}; repair that and run again with --resume"
         ) from error
+
+
+def _free_text(path: Path) -> str:
+    try:
+        return f"{free_bytes(path):,}"
+    except OSError:  # a disk that fails may not answer this either; the first error is the one to show
+        return "unknown many"
 
 
 def preallocate(descriptor: int, nbytes: int) -> None:
@@ -75,3 +87,23 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that takes the place of `path`, whole and durable, when the block ends.
+
+    When the block or the disk fails, `path` is as it was and nothing of the new file stays.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qwen_quantize.errors import UserError
+from qwen_quantize.models.config import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,34 +69,56 @@ def deepseek_quantization_config(block: tuple[int, int], kept_modules: Sequence[
     return config
 
 
+# Keys that are optional, and the values that mean what the reader does.
+_READABLE: dict[str, tuple[str, ...]] = {
+    "activation_scheme": ("dynamic",),
+    "fmt": ("e4m3",),
+    "scale_fmt": ("ue8m0", "float"),
+}
+_LARGEST_BLOCK = 65_536
+
+
 def parse_quantization_config(config: Mapping[str, Any]) -> BlockFp8Config | None:
     """None for an unquantized checkpoint; UserError for a scheme that cannot be read."""
     found = config.get("quantization_config")
     if found is None:
         return None
     if not isinstance(found, Mapping):
-        raise UserError(f"config.json: 'quantization_config' must be an object, found {found!r}")
+        raise UserError(f"config.json: 'quantization_config' must be an object, found {shown(found)}")
     method = found.get("quant_method")
     if method != "fp8":
         raise UserError(
-            f"config.json: checkpoints with quant_method {method!r} cannot be read; block FP8 ('fp8') can"
+            f"config.json: checkpoints with quant_method {shown(method)} cannot be read; block FP8 ('fp8') can"
         )
-    block = found.get("weight_block_size")
-    if (
-        not isinstance(block, list)
-        or len(block) != 2
-        or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block)
-    ):
-        raise UserError(
-            "config.json: 'weight_block_size' must be two positive whole numbers such as [128, 128], "
-            f"found {block!r}"
-        )
-    scheme = found.get("activation_scheme", "dynamic")
-    if scheme != "dynamic":
-        raise UserError(f"config.json: activation_scheme {scheme!r} cannot be read; 'dynamic' can")
-    kept = found.get("modules_to_not_convert") or found.get("ignored_layers") or []
+    for key, allowed in _READABLE.items():
+        value = found.get(key)
+        if value is not None and value not in allowed:
+            raise UserError(
+                f"config.json: {key} {shown(value)} cannot be read; {' and '.join(map(repr, allowed))} can"
+            )
     return BlockFp8Config(
-        block=(block[0], block[1]),
+        block=_parse_block(found.get("weight_block_size")),
         power_of_two_scales=found.get("scale_fmt") == "ue8m0",
-        kept_modules=tuple(str(name) for name in kept),
+        kept_modules=_parse_names(found, "modules_to_not_convert") or _parse_names(found, "ignored_layers"),
     )
+
+
+def _parse_block(block: object) -> tuple[int, int]:
+    if isinstance(block, list) and len(block) == 2:
+        rows, columns = block
+        if all(type(size) is int and 0 < size <= _LARGEST_BLOCK for size in block):  # True is an int too
+            return rows, columns
+    raise UserError(
+        f"config.json: 'weight_block_size' must be two positive whole numbers up to {_LARGEST_BLOCK} such as "
+        f"[128, 128], found {shown(block)}"
+    )
+
+
+def _parse_names(found: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    names = found.get(key)
+    if names is None:
+        return ()
+    # A lone string is a sequence of strings too, one letter each.
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise UserError(f"config.json: {key!r} must be a list of module names, found {shown(names)}")
+    return tuple(names)

@@ -111,6 +111,7 @@ class StagingFolder:
                 )
             shutil.rmtree(self.path)
         self.path.mkdir()
+        sync_folder(self.path.parent)  # what is synced inside is worth nothing while its folder is not
         return False
 
     def publish(self) -> None:

@@ -12,7 +12,15 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from qwen_quantize.checkpoint.disk import disk_errors, preallocate, require_free_space, sync_folder, write_at
+from qwen_quantize.checkpoint.disk import (
+    TEMPORARY,
+    disk_errors,
+    preallocate,
+    replacing,
+    require_free_space,
+    sync_folder,
+    write_at,
+)
 from qwen_quantize.checkpoint.local_files import is_plain_name
 from qwen_quantize.checkpoint.safetensors_folder import INDEX_FILE
 from qwen_quantize.checkpoint.shards import OutputTensor, ShardPlan, index_bytes, plan_shards
@@ -23,7 +31,6 @@ from qwen_quantize.errors import ResumableError, UserError
 __all__ = ["OutputFolder", "OutputTensor", "ShardPlan", "plan_shards", "require_free_space"]
 
 _RECORD = ".written.jsonl"  # what is known to be on the disk: lines {"tensor": name} and {"file": name}
-_TEMPORARY = ".tmp"
 
 
 class OutputFolder:
@@ -57,33 +64,42 @@ class OutputFolder:
                 raise
             # Nothing was done yet, so there is nothing to resume: give the disk back.
             self.discard()
-            raise UserError(str(error).replace("go on with --resume", "run again")) from error
+            raise UserError(str(error).replace("run again with --resume", "run again")) from error
         except BaseException:
             self.close()
             raise
 
     def _load_record(self) -> None:
+        """Read what is known to be written; what a lost or damaged record does not say counts as not written."""
         path = self.staging / _RECORD
-        if not path.exists():
-            return
-        whole = path.read_bytes()
-        whole = whole[: whole.rfind(b"\n") + 1]  # a killed run may have left half a line
-        for line in whole.splitlines():
-            for kind, name in json.loads(line).items():
-                (self._written if kind == "tensor" else self._files).add(name)
-        path.write_bytes(whole)
+        with disk_errors(path, 0, "read"):
+            found = path.read_bytes() if path.exists() else None
+        intact = []
+        for line in (found or b"").splitlines(keepends=True):
+            # A killed run may have left half a line, which can be JSON by chance.
+            entry = _record_entry(line) if line.endswith(b"\n") else None
+            if entry is None:
+                continue
+            kind, name = entry
+            (self._written if kind == "tensor" else self._files).add(name)
+            intact.append(line)
+        kept = b"".join(intact)
+        if kept != found:
+            with disk_errors(path, len(kept)), replacing(path) as record:
+                record.write(kept)
 
     def _allocate(self) -> None:
         """Create the shards that are missing and hold those that exist against the plan."""
         missing = []
         for shard in self._plan:
             path = self.staging / shard.file
-            if not path.exists():
-                missing.append(shard)
-                continue
-            with path.open("rb") as file:
-                found = file.read(len(shard.header))
-            if found != shard.header or path.stat().st_size != shard.nbytes:
+            with disk_errors(path, 0, "read"):
+                if not path.exists():
+                    missing.append(shard)
+                    continue
+                with path.open("rb") as file:
+                    found, size = file.read(len(shard.header)), os.fstat(file.fileno()).st_size
+            if found != shard.header or size != shard.nbytes:
                 raise UserError(
                     f"the interrupted run in {self.staging} planned {shard.file} otherwise; resume with the "
                     "same command, or start again with --overwrite"
@@ -95,7 +111,7 @@ class OutputFolder:
                 "--overwrite"
             )
         for shard in missing:
-            temporary = self.staging / (shard.file + _TEMPORARY)
+            temporary = self.staging / (shard.file + TEMPORARY)
             with disk_errors(self.target, needed):
                 descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
                 try:
@@ -107,7 +123,8 @@ class OutputFolder:
                 # A shard under its own name has its whole header, so a resumed run can trust what it finds.
                 temporary.rename(self.staging / shard.file)
             needed -= shard.nbytes
-        sync_folder(self.staging)
+        with disk_errors(self.staging, 0):
+            sync_folder(self.staging)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a planned tensor at its place. ValueError when name, dtype or shape are not as planned."""
@@ -131,7 +148,10 @@ class OutputFolder:
         self._unsynced.append({"tensor": name})
 
     def is_written(self, name: str) -> bool:
-        """Whether the tensor was written by this run, or by the interrupted one before its last `sync`."""
+        """Whether the tensor was written by this run, or by the interrupted one before its last `sync`.
+
+        False also when the record of the interrupted run was lost or damaged where it named the tensor.
+        """
         return name in self._written
 
     def _descriptor(self, file: str) -> int:
@@ -155,23 +175,18 @@ class OutputFolder:
     def add_file(self, name: str, content: bytes | Path) -> None:
         """Put a side file into the folder under a plain name, replacing one of that name whole."""
         planned = {shard.file for shard in self._plan} | {INDEX_FILE}
-        if not is_plain_name(name) or name in planned or name.endswith(_TEMPORARY):
+        if not is_plain_name(name) or name in planned or name.endswith(TEMPORARY):
             raise UserError(f"{name!r} cannot be the name of a file beside the weights of {self.target}")
         self._put(name, content)
 
     def _put(self, name: str, content: bytes | Path) -> None:
-        temporary = self.staging / (name + _TEMPORARY)
         needed = len(content) if isinstance(content, bytes) else content.stat().st_size
-        with disk_errors(self.target, needed):
-            with temporary.open("wb") as file:
-                if isinstance(content, bytes):
-                    file.write(content)
-                else:
-                    with content.open("rb") as original:
-                        shutil.copyfileobj(original, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.staging / name)
+        with disk_errors(self.target, needed), replacing(self.staging / name) as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                with content.open("rb") as original:
+                    shutil.copyfileobj(original, file)
         self._files.add(name)
         self._unsynced.append({"file": name})
 
@@ -233,3 +248,15 @@ class OutputFolder:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _record_entry(line: bytes) -> tuple[str, str] | None:
+    """The kind and the name in a line of the record; None when the line is damaged."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict) or len(entry) != 1:
+        return None
+    ((kind, name),) = entry.items()
+    return (kind, name) if kind in ("tensor", "file") and isinstance(name, str) else None

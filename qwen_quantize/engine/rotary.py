@@ -12,7 +12,7 @@ from qwen_quantize.models.config import RopeConfig
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """[rotary_dim / 2] float32 angular steps per position, after the variant's scaling."""
-    dim = int(head_dim * rope.partial_rotary_factor)
+    dim = rope.rotary_dim(head_dim)
     steps = torch.arange(0, dim, 2, dtype=torch.int64).float()
     inverse = 1.0 / (rope.theta ** (steps / dim))
     match rope.kind:

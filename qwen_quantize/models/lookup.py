@@ -8,7 +8,7 @@ from typing import Any
 
 from qwen_quantize.errors import UserError
 from qwen_quantize.models.blueprint import Blueprint, Family
-from qwen_quantize.models.config import parse_model_config
+from qwen_quantize.models.config import parse_model_config, shown
 from qwen_quantize.models.llama import LLAMA
 from qwen_quantize.models.qwen import QWEN2, QWEN3
 
@@ -20,12 +20,12 @@ BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for na
 def architecture_of(config: Mapping[str, Any]) -> str:
     """The first entry of `architectures`; raises UserError when config.json names none."""
     names = config.get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
         raise UserError(
-            "config.json names no architecture: the key 'architectures' must hold a list such as "
-            '["Qwen3ForCausalLM"]'
+            "config.json names no architecture: the key 'architectures' must hold a list of names such as "
+            f'["Qwen3ForCausalLM"], found {shown(names)}'
         )
-    return names[0]
+    return str(names[0])
 
 
 def find_blueprint(config: Mapping[str, Any]) -> Blueprint | None:
@@ -45,7 +45,7 @@ def require_blueprint(config: Mapping[str, Any]) -> Blueprint:
         near = difflib.get_close_matches(architecture, BY_ARCHITECTURE, n=1)
         hint = f" (nearest: {near[0]})" if near else ""
         raise UserError(
-            f"config.json: the architecture {architecture!r} is not supported{hint}; "
+            f"config.json: the architecture {shown(architecture)} is not supported{hint}; "
             f"supported are {', '.join(sorted(BY_ARCHITECTURE))}"
         )
     return blueprint
