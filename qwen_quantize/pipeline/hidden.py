@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from qwen_quantize.checkpoint.disk import disk_errors, sync_folder, write_at
 from qwen_quantize.errors import UserError
 
 
@@ -17,6 +20,8 @@ class HiddenStates:
 
     A file is written under another name and renamed when it is complete, so that what exists is whole.
     Pages are not mapped: they would count as resident memory.
+
+    Raises ResumableError, with the file's name, whenever the disk fails.
     """
 
     def __init__(self, folder: Path, windows: int, length: int, hidden: int) -> None:
@@ -30,47 +35,68 @@ class HiddenStates:
 
     def is_complete(self, layer: int) -> bool:
         path = self.path(layer)
-        return path.is_file() and path.stat().st_size == math.prod(self.shape) * 4
+        with disk_errors(path, 0, "read"):
+            return path.is_file() and path.stat().st_size == math.prod(self.shape) * 4
 
     def read(self, layer: int, begin: int, end: int) -> Tensor:
-        """[end - begin, T, hidden] float32."""
+        """[end - begin, T, hidden] float32. UserError when the file is shorter than that."""
         data = bytearray((end - begin) * self.window_bytes)
-        with self.path(layer).open("rb") as file:
+        path = self.path(layer)
+        with disk_errors(path, 0, "read"), path.open("rb") as file:
             file.seek(begin * self.window_bytes)
-            if file.readinto(data) != len(data):
-                raise UserError(
-                    f"{self.path(layer)} is shorter than it must be; start again with --overwrite"
-                )
+            found = file.readinto(data)
+        if found != len(data):
+            raise UserError(f"{path} is shorter than it must be; start again with --overwrite")
         return torch.frombuffer(data, dtype=torch.float32).view(end - begin, *self.shape[1:])
 
     def begin(self, layer: int) -> HiddenWriter:
         return HiddenWriter(self.path(layer))
 
     def remove(self, layer: int) -> None:
-        self.path(layer).unlink(missing_ok=True)
+        path = self.path(layer)
+        with disk_errors(path, 0, "removed"):
+            path.unlink(missing_ok=True)
 
 
 class HiddenWriter:
-    """Appends windows in order; `finish` makes the file visible under its name."""
+    """Appends windows in order; `finish` makes the file visible under its name, durably.
+
+    When the disk fails, ResumableError is raised, the temporary file is removed and the writer is of no more use.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.temporary = path.with_suffix(".tmp")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = self.temporary.open("wb")
+        self._written = 0
+        with disk_errors(self.temporary, 0):
+            if not path.parent.is_dir():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                sync_folder(path.parent.parent)
+            # Unbuffered, so that closing has nothing left to write and cannot fail for want of room.
+            self._file = self.temporary.open("wb", buffering=0)
 
     def append(self, states: Tensor) -> None:
-        try:
-            self.file.write(states.contiguous().view(torch.uint8).numpy().data)
-        except OSError as error:
-            self.file.close()
-            raise UserError(
-                f"{self.temporary}: cannot write hidden states ({os.strerror(error.errno or 0)}); "
-                "make room and run again with --resume"
-            ) from error
+        data = states.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        with self._removing_on_failure(), disk_errors(self.temporary, len(data)):
+            write_at(self._file.fileno(), data, self._written)
+        self._written += len(data)
 
     def finish(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        self.temporary.replace(self.path)
+        with self._removing_on_failure(), disk_errors(self.temporary, self._written):
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self.temporary.replace(self.path)
+            # The journal will call the layer finished: the name has to be on the disk before that line is.
+            sync_folder(self.path.parent)
+
+    @contextmanager
+    def _removing_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            # Frees the space of a full disk at once; the error that is under way matters more than one here.
+            with suppress(OSError):
+                self._file.close()
+            with suppress(OSError):
+                self.temporary.unlink(missing_ok=True)
+            raise

@@ -8,43 +8,83 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qwen_quantize.checkpoint.disk import disk_errors, replacing
 from qwen_quantize.errors import UserError
+
+_LONGEST_SHOWN = 60  # characters of a value in a message; a digest is longer and tells a reader nothing
 
 
 class Journal:
-    """An append-only JSON-lines file. Its first line names the run; a torn last line is cut off."""
+    """An append-only JSON-lines file. Its first line names the run; a torn last line is cut off.
+
+    identity: what a resumed run must share with the interrupted one; its values are what JSON can hold.
+
+    Raises UserError when the run was another one or a line is damaged, ResumableError when the disk fails.
+    """
 
     def __init__(self, path: Path, identity: Mapping[str, Any], resume: bool) -> None:
         self.path = path
         self.layers: dict[int, dict[str, Any]] = {}
-        if resume and path.exists():
-            self._load(dict(identity))
-        else:
-            path.write_text("")
-            self._append({"run": dict(identity)})
-
-    def _load(self, identity: dict[str, Any]) -> None:
-        whole = self.path.read_bytes()
-        whole = whole[: whole.rfind(b"\n") + 1]
-        lines = [json.loads(line) for line in whole.splitlines()]
-        if not lines or "run" not in lines[0]:
-            self.path.write_text("")
-            self._append({"run": identity})
+        head = _line({"run": dict(identity)})
+        whole = found = b""
+        if resume:
+            with disk_errors(path, 0, "read"):
+                found = path.read_bytes() if path.exists() else b""
+            whole = found[: found.rfind(b"\n") + 1]
+        if not whole:  # no line was ever complete, so nothing was finished
+            self._replace(head)
             return
-        for key, value in identity.items():
-            if lines[0]["run"].get(key) != value:
-                raise UserError(
-                    f"the interrupted run in {self.path.parent} had another {key}; resume with the same "
-                    "command, or start again with --overwrite"
-                )
-        self.path.write_bytes(whole)
-        for line in lines[1:]:
-            self.layers[int(line["layer"])] = line
+        self._load(whole, json.loads(head)["run"])
+        if whole != found:
+            self._replace(whole)
+
+    def _load(self, whole: bytes, identity: dict[str, Any]) -> None:
+        lines = whole.removesuffix(b"\n").split(b"\n")
+        run = self._parse(lines[0], 1).get("run")
+        if not isinstance(run, dict):
+            raise self._damaged(1)
+        differing = [
+            _difference(key, run.get(key), identity.get(key))
+            for key in {**identity, **run}
+            if run.get(key) != identity.get(key)
+        ]
+        if differing:
+            raise UserError(
+                f"the interrupted run in {self.path.parent} had another {' and another '.join(differing)}; "
+                "resume with the same command, or start again with --overwrite"
+            )
+        for number, line in enumerate(lines[1:], start=2):
+            record = self._parse(line, number)
+            layer = record.get("layer")
+            # JSON's true is an int in Python.
+            if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
+                raise self._damaged(number)
+            self.layers[layer] = record
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(number) from error
+        if not isinstance(record, dict):
+            raise self._damaged(number)
+        return record
+
+    def _damaged(self, number: int) -> UserError:
+        return UserError(
+            f"line {number} of {self.path}, the journal of the interrupted run, is damaged; start again with "
+            "--overwrite"
+        )
 
     def finish_layer(self, layer: int, record: Mapping[str, Any]) -> None:
-        line = {"layer": layer, **record}
-        self._append(line)
-        self.layers[layer] = line
+        """Make durable that the layer is finished, and what there is to say about it."""
+        entry = {"layer": layer, **record}
+        line = _line(entry)
+        with disk_errors(self.path, len(line)), self.path.open("ab") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        self.layers[layer] = entry
 
     def next_layer(self) -> int:
         """The first layer that is not finished."""
@@ -53,8 +93,31 @@ class Journal:
             layer += 1
         return layer
 
-    def _append(self, record: Mapping[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, sort_keys=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def _replace(self, content: bytes) -> None:
+        with disk_errors(self.path, len(content)), replacing(self.path) as file:
+            file.write(content)
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, sort_keys=True).encode() + b"\n"
+
+
+def _difference(key: str, before: object, now: object) -> str:
+    """`key`, and in brackets what differs where a reader can make use of it."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        fields = {**now, **before}
+        parts = [_change(f"{field} ", before.get(field), now.get(field)) for field in fields
+                 if before.get(field) != now.get(field)]  # fmt: skip
+        return f"{key} ({'; '.join(parts)})"
+    shown = _change("", before, now)
+    return key if len(shown) > _LONGEST_SHOWN else f"{key} ({shown})"
+
+
+def _change(name: str, before: object, now: object) -> str:
+    return f"{name}{_shown(before)}, now {_shown(now)}"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
