@@ -7,9 +7,5 @@ class UserError(Exception):
     """Input that cannot be used: the message says what is wrong, where, and what to do."""
 
 
-class InterruptedRun(Exception):
-    """The user stopped a run that can be resumed; the command line ends with exit code 130."""
-
-
 class ResumableError(UserError):
     """Something outside the input stopped a run (a full disk): what is finished is kept for --resume."""

@@ -24,8 +24,8 @@ def exact_scale(exponents: Tensor) -> Tensor:
 def solve_block_fp8(problem: LayerProblem) -> LayerSolution:
     """Choose scales by search; with calibration data also round with error compensation.
 
-    Each step keeps its result only where it is better on the objective than the one before it, and
-    round-to-nearest with the rceil rule is where it starts, so the solution is never worse than that.
+    The objective is the output error under the second moments, or the weight error without data. What is
+    returned is never worse on it than round-to-nearest with the rceil rule, the baseline of the report.
     """
     spec = problem.scheme.weight
     format = spec.format
@@ -60,7 +60,7 @@ def solve_block_fp8(problem: LayerProblem) -> LayerSolution:
         # The values are on the grid already, so this only finds their codes.
         codes = quantize_blocks(compensated, exponents, format, problem.weight_cast, rows, columns)
     else:
-        notes.append("error compensation did not lower the error; plain rounding kept")
+        notes.append("error compensation was no better than the baseline; plain rounding kept")
         error = quadratic(weight - values(codes, exponents), hessian)
         if baseline < error:  # the search minds only the diagonal of the Hessian
             codes, exponents, error = baseline_codes, choice.baseline_exponents, baseline

@@ -22,7 +22,7 @@ from qwen_quantize.engine.generate import greedy_tokens, measure_speed
 from qwen_quantize.engine.load import load_model
 from qwen_quantize.engine.tokenizer import Message
 from qwen_quantize.errors import UserError
-from qwen_quantize.pipeline.run import source_tokenizer
+from qwen_quantize.pipeline.run import check_token_ids, source_tokenizer
 from qwen_quantize.report.numbers import human_bytes
 
 
@@ -92,6 +92,12 @@ def run_generate(path: str, prompt: str, max_new_tokens: int, *, chat: bool, thr
     if chat:
         prompt = tokenizer.apply_chat_template([Message("user", prompt)], add_generation_prompt=True)
     ids = tokenizer.encode(prompt, add_special_tokens=not chat)
+    check_token_ids(torch.tensor(ids, dtype=torch.int64), reader)
+    context = reader.blueprint.config.max_position
+    if len(ids) + max_new_tokens > context:
+        raise UserError(
+            f"{len(ids)} + {max_new_tokens} tokens are more than this model's context of {context}"
+        )
     if not ids:
         raise UserError("the prompt is empty")
     model = load_model(reader, activation_cast(reader, arithmetic))

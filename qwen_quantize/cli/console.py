@@ -53,7 +53,7 @@ class Speaker:
     def result(self, record: dict[str, Any]) -> None:
         """The one JSON document of a command that was asked for it."""
         if self.as_json:
-            sys.stdout.write(json.dumps(finite(record), indent=2, ensure_ascii=False) + "\n")
+            sys.stdout.write(json.dumps(finite(record), indent=2) + "\n")
 
     @contextmanager
     def progress(self, title: str) -> Iterator[StageProgress]:
@@ -112,4 +112,5 @@ def finite(value: Any) -> Any:
 
 def canonical_json(record: dict[str, Any]) -> bytes:
     """The bytes of a record on disk: the same record, the same bytes."""
-    return (json.dumps(finite(record), indent=1, ensure_ascii=False, sort_keys=True) + "\n").encode()
+    text = json.dumps(finite(record), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+    return text.encode("utf-8", "backslashreplace")  # a path may hold bytes that are no UTF-8

@@ -18,13 +18,11 @@ from qwen_quantize.cli.session import (
     read_text,
     use_threads,
 )
-from qwen_quantize.embedded import embedded_model_path
 from qwen_quantize.engine.linear import ActivationCast
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.errors import UserError
 from qwen_quantize.eval.compare import evaluate
-from qwen_quantize.pipeline.run import source_tokenizer
 from qwen_quantize.pipeline.texts import EvaluationTokens
 from qwen_quantize.report.tables import comparison_lines, comparison_tables
 
@@ -38,7 +36,7 @@ class EvalRequest:
     device: str | None
     text: str | None
     max_tokens: int
-    length: int
+    length: int | None
     weights_only: bool
     versions: tuple[tuple[str, str], ...]
     assume: tuple[tuple[str, str], ...]
@@ -70,12 +68,20 @@ def reference_path(request: EvalRequest, manifest: dict[str, Any] | None) -> str
         return request.against
     if manifest is None:
         return None
-    path = str(manifest["source"]["path"]) or str(embedded_model_path())
-    return path if Path(path).exists() else None
+    path = str(manifest["source"].get("path"))
+    if not Path(path).exists():
+        raise UserError(
+            f"the model it was made from, {path}, is not here; name it with --against, or --against none"
+        )
+    return path
 
 
 def check_comparable(reader: ModelReader, reference: ModelReader) -> None:
     ours, theirs = reader.blueprint.config, reference.blueprint.config
+    if reference.quantization is not None:
+        raise UserError(
+            f"--against {reference.source.path} is quantized itself; compare with an unquantized model"
+        )
     for key in ("vocab_size", "hidden_size", "num_layers"):
         if getattr(ours, key) != getattr(theirs, key):
             raise UserError(
@@ -97,9 +103,7 @@ def run_eval(request: EvalRequest, *, threads: int | None, as_json: bool, quiet:
     question = ChipQuestion(request.device, request.versions, request.assume, request.with_claims)
     arithmetic, chip = chip_of(question, manifest)
     cast = None if request.weights_only else activation_cast(reader, arithmetic)
-    windows, text = read_text(
-        request.text, source_tokenizer(reader.source), request.length, request.max_tokens
-    )
+    windows, text = read_text(request.text, reader, request.length, request.max_tokens)
     with speaker.progress("eval") as progress:
         record = measure(reader, reference, cast, windows, progress)
     record = {

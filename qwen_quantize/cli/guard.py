@@ -13,17 +13,26 @@ from qwen_quantize.errors import UserError
 
 
 @contextmanager
-def guard(as_json: bool) -> Iterator[None]:
-    """UserError: its sentence on stderr, exit code 2. Ctrl-C: how to resume, exit code 130."""
+def guard(as_json: bool, resumable: bool = False) -> Iterator[None]:
+    """UserError: its sentence on stderr, exit code 2. Ctrl-C: exit code 130, and how to resume where one can."""
     try:
         yield
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        if as_json:
-            sys.stdout.write(json.dumps({"error": str(error)}, ensure_ascii=False) + "\n")
+        _say(str(error), as_json)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; run the same command with --resume to go on\n")
+        hint = "; run the same command with --resume to go on" if resumable else ""
+        sys.stderr.write(f"interrupted{hint}\n")
         raise typer.Exit(130) from None
     except BrokenPipeError:
         raise typer.Exit(0) from None
+    except OSError as error:
+        # A file that cannot be read or written (too long a name, no permission): the system's own words.
+        _say(f"{error.filename or 'input or output'}: {error.strerror or error}", as_json)
+        raise typer.Exit(2) from None
+
+
+def _say(message: str, as_json: bool) -> None:
+    sys.stderr.write(f"error: {message}\n")
+    if as_json:
+        sys.stdout.write(json.dumps({"error": message}) + "\n")

@@ -158,10 +158,19 @@ def main_command(
             raise typer.Exit(0)
         with guard(as_json):
             raise UserError("--device is missing: name the chip, e.g. --device ascend; see `chips list`")
-    with guard(as_json):
-        assert device is not None
+    with guard(as_json, resumable=True):
+        for flag, text in (
+            ("--model-path", model_path),
+            ("--device", device),
+            ("--calibration-dataset", calibration_dataset),
+            ("--validation-text", validation_text),
+        ):
+            if text is not None and not text.strip():
+                raise UserError(f"{flag} is empty; leave it out or name something")
+        if calibration_column is not None and calibration_dataset is None:
+            raise UserError("--calibration-column names a column but there is no --calibration-dataset")
         from qwen_quantize.cli.quantize import Validation, run_quantize
-        from qwen_quantize.pipeline.recipe import Output, Recipe
+        from qwen_quantize.pipeline.recipe import Recipe
 
         recipe = Recipe(
             model_path=model_path or "",
@@ -183,8 +192,11 @@ def main_command(
         )
         run_quantize(
             recipe,
-            Output(output_path or Path(), resume=resume, overwrite=overwrite, threads=threads),
+            output_path,
             Validation(validate, validation_text, validation_tokens),
+            resume=resume,
+            overwrite=overwrite,
+            threads=threads,
             dry_run=dry_run,
             as_json=as_json,
             quiet=quiet,
@@ -208,7 +220,9 @@ def eval_command(
         str | None, typer.Option("--text", help="Text, jsonl or dataset (default: a shipped novel).")
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=32, help="Tokens to score.")] = 20480,
-    length: Annotated[int, typer.Option("--length", min=16, help="Tokens per window.")] = 512,
+    length: Annotated[
+        int | None, typer.Option("--length", min=16, help="Tokens per window (default: 512).")
+    ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave activations in full precision.")
     ] = False,

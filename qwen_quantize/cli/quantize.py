@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,18 @@ import torch
 from qwen_quantize.checkpoint.source import CheckpointSource, open_source
 from qwen_quantize.cli.console import Speaker, canonical_json
 from qwen_quantize.cli.evaluate import measure
-from qwen_quantize.cli.session import peak_memory_bytes, read_text, use_threads
+from qwen_quantize.cli.session import REPORT_NAME, peak_memory_bytes, read_text, use_threads
 from qwen_quantize.embedded import calibration_text_path, embedded_model_path
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
-from qwen_quantize.pipeline.plan import Plan, make_plan
+from qwen_quantize.eval.compare import HEAD_BATCH_BYTES
+from qwen_quantize.pipeline.plan import Plan, make_plan, validation_memory
 from qwen_quantize.pipeline.recipe import Output, Recipe
-from qwen_quantize.pipeline.run import MANIFEST_NAME, StagedRun, build_manifest, quantize, source_tokenizer
+from qwen_quantize.pipeline.run import MANIFEST_NAME, StagedRun, build_manifest, quantize
+from qwen_quantize.pipeline.texts import EvaluationTokens, load_documents
 from qwen_quantize.report.numbers import human_bytes
 from qwen_quantize.report.page import render_page
 from qwen_quantize.report.tables import plain_lines, summary_tables
-
-REPORT_NAME = "report.html"
-_VALIDATION_WINDOW = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,44 +36,55 @@ class Validation:
     tokens: int
 
 
-def with_defaults(recipe: Recipe, output: Output) -> tuple[Recipe, Output]:
+def with_defaults(recipe: Recipe, output_path: Path | None) -> tuple[Recipe, Path]:
     """The embedded model and its text where none is named; a folder under `out/` where none is given."""
     if not recipe.model_path:
         recipe = replace(recipe, model_path=str(embedded_model_path()))
         if recipe.dataset is None:
             recipe = replace(recipe, dataset=str(calibration_text_path()))
-    if output.path == Path():
-        name = Path(recipe.model_path).name.removesuffix(".gguf")
+    if output_path is None:
+        name = Path(recipe.model_path).resolve().name.removesuffix(".gguf")
         device = Path(recipe.device).name.removesuffix(".toml").replace("@", "-")
-        output = replace(output, path=Path("out") / f"{name}-{device}-{recipe.method}")
-    return recipe, output
+        output_path = Path("out") / f"{name}-{device}-{recipe.method}"
+    return recipe, output_path
 
 
 def run_quantize(
     recipe: Recipe,
-    output: Output,
+    output_path: Path | None,
     validation: Validation,
     *,
+    resume: bool,
+    overwrite: bool,
+    threads: int | None,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    use_threads(output.threads)
+    use_threads(threads)
     begin = time.perf_counter()
     speaker = Speaker(as_json, quiet)
-    recipe, output = with_defaults(recipe, output)
+    recipe, target = with_defaults(recipe, output_path)
+    check_output(target, [recipe.model_path, recipe.dataset, validation.text])
     source = open_source(recipe.model_path)
-    plan = make_plan(recipe, source)
+    plan = with_validation(make_plan(recipe, source), validation)
     for line in plan_lines(plan):
         speaker.say(line)
+    reader = ModelReader(source)
+    # Everything that can be wrong with the texts is found before the first weight is read.
+    windows, text = _validation_windows(reader, validation) if validation.wanted else (None, "")
     if dry_run:
+        if recipe.dataset is not None:
+            load_documents(recipe.dataset, column=recipe.column)
         speaker.result(dry_run_record(plan, source))
         return
     with speaker.progress("quantize") as progress:
-        staged = quantize(plan, source, output, progress)
+        staged = quantize(plan, reader, Output(target, resume, overwrite), progress)
     quantized = time.perf_counter()
     try:
-        record = _validate(staged, source, validation, speaker) if validation.wanted else None
+        record = None
+        if windows is not None:
+            record = {"text": text, **_validate(staged, reader, windows, speaker)}
         manifest = build_manifest(staged, source, record)
         staged.folder.add_file(MANIFEST_NAME, canonical_json(manifest))
         staged.folder.add_file(REPORT_NAME, render_page(manifest).encode())
@@ -86,10 +97,12 @@ def run_quantize(
         "seconds": end - begin,
         "stages": {"quantize": quantized - begin, "validate": end - quantized},
         "peak_memory_bytes": peak_memory_bytes(),
-        "output_path": str(output.path),
+        "output_path": str(target),
     }
     speaker.show(summary_tables(manifest, run), plain_lines(manifest, run))
-    speaker.say(f"report: {output.path / REPORT_NAME}")
+    speaker.say(f"report: {target / REPORT_NAME}")
+    if record is not None:  # a time is not reproducible, so the manifest has none
+        record = {**record, "seconds": end - quantized}
     speaker.result(
         {
             "chip": manifest["chip"]["name"],
@@ -98,23 +111,52 @@ def run_quantize(
             "output_bytes": manifest["output_bytes"],
             "assumptions": manifest["assumptions"],
             "notes": manifest["notes"],
-            "validation": manifest["validation"],
+            "validation": record,
             **run,
         }
     )
 
 
+def with_validation(plan: Plan, validation: Validation) -> Plan:
+    """The plan with the memory of the validation counted; UserError if that is above the ceiling."""
+    if not validation.wanted:
+        return plan
+    needed = validation_memory(plan.blueprint, validation.tokens, HEAD_BATCH_BYTES)
+    ceiling = plan.recipe.max_memory
+    if ceiling is not None and needed > ceiling:
+        raise UserError(
+            f"--max-memory {ceiling} bytes is too little to validate {validation.tokens} tokens, which needs about "
+            f"{needed} bytes; give fewer --validation-tokens, or --no-validate"
+        )
+    return replace(plan, peak_memory_bytes=max(plan.peak_memory_bytes, needed))
+
+
+def _validation_windows(reader: ModelReader, validation: Validation) -> tuple[EvaluationTokens, str]:
+    return read_text(validation.text, reader, None, validation.tokens)
+
+
 def _validate(
-    staged: StagedRun, source: CheckpointSource, validation: Validation, speaker: Speaker
+    staged: StagedRun, reader: ModelReader, windows: EvaluationTokens, speaker: Speaker
 ) -> dict[str, Any]:
     """The engine reads the written bytes back and is compared with the unquantized source."""
-    windows, text = read_text(
-        validation.text, source_tokenizer(source), _VALIDATION_WINDOW, validation.tokens
-    )
     written = ModelReader(open_source(staged.folder.staging))
     with speaker.progress("validate") as progress:
-        record = measure(written, ModelReader(source), staged.plan.activation_cast(), windows, progress)
-    return {"text": text, **record}
+        return measure(written, reader, staged.plan.activation_cast(), windows, progress)
+
+
+def check_output(target: Path, inputs: Sequence[str | None]) -> None:
+    """UserError for a target that is a file, or whose replacement would delete or disturb an input."""
+    if target.exists() and not target.is_dir():
+        raise UserError(f"--output-path {target} is a file; name a folder")
+    place = target.resolve()
+    for name in inputs:
+        if name is None or not Path(name).exists():
+            continue
+        given = Path(name).resolve()
+        if given == place or place in given.parents:
+            raise UserError(f"--output-path {target} holds the input {name}; choose another folder")
+        if given.is_dir() and given in place.parents:
+            raise UserError(f"--output-path {target} lies inside the input {name}; choose another folder")
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -174,7 +216,7 @@ def dry_run_record(plan: Plan, source: CheckpointSource) -> dict[str, Any]:
 def estimate_seconds(plan: Plan, source: CheckpointSource) -> float:
     """Two forward passes, the second moments and a pass over the bytes, at this machine's measured rates."""
     size = 768
-    a, b = torch.randn(size, size), torch.randn(size, size)
+    a = b = torch.ones(size, size)
     a @ b
     begin = time.perf_counter()
     for _ in range(4):
@@ -188,9 +230,3 @@ def estimate_seconds(plan: Plan, source: CheckpointSource) -> float:
     operations = tokens * (2 * 2 * parameters + 2 * moments)
     source_bytes = sum(source.info(name).nbytes for name in source.names())
     return operations / rate + (source_bytes + plan.output_bytes) / 0.25e9 + parameters / 40e6
-
-
-def check_output(path: Path) -> None:
-    """A file in the place of the output folder is a UserError."""
-    if path.exists() and not path.is_dir():
-        raise UserError(f"--output-path {path} is a file; name a folder")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qwen_quantize.cli.console import Speaker
-from qwen_quantize.cli.session import read_manifest
+from qwen_quantize.cli.session import REPORT_NAME, read_manifest
 from qwen_quantize.errors import UserError
 from qwen_quantize.pipeline.run import MANIFEST_NAME
 from qwen_quantize.report.page import render_page
@@ -17,8 +17,10 @@ def run_report(output: Path, *, as_json: bool) -> None:
     manifest = read_manifest(str(output))
     if manifest is None:
         raise UserError(f"{output} holds no readable {MANIFEST_NAME}; name a folder that this program wrote")
-    page = output / "report.html"
-    page.write_text(render_page(manifest), encoding="utf-8")
+    page = output / REPORT_NAME
+    temporary = output / f".{REPORT_NAME}.tmp"
+    temporary.write_text(render_page(manifest), encoding="utf-8")
+    temporary.replace(page)
     run = {"output_path": str(output)}
     speaker.show(summary_tables(manifest, run), plain_lines(manifest, run))
     speaker.say(f"report: {page}")

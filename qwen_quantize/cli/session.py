@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,16 +10,21 @@ from typing import Any
 
 import torch
 
+from qwen_quantize.checkpoint.json_file import read_object
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, resolve_arithmetic
 from qwen_quantize.chip_profiles.devices import resolve_device
 from qwen_quantize.embedded import heldout_text_path
 from qwen_quantize.engine.linear import ActivationCast
 from qwen_quantize.engine.load import ModelReader
-from qwen_quantize.engine.tokenizer import Tokenizer
+from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import SCHEMES
-from qwen_quantize.pipeline.run import MANIFEST_NAME
+from qwen_quantize.pipeline.run import MANIFEST_NAME, check_token_ids, source_tokenizer
 from qwen_quantize.pipeline.texts import EvaluationTokens, evaluation_windows, load_documents
+
+REPORT_NAME = "report.html"
+_WINDOW = 512
+_MANIFEST_BYTES = 256 << 20  # a record of every linear of the largest models is some tens of megabytes
 
 
 def use_threads(threads: int | None) -> None:
@@ -29,7 +33,15 @@ def use_threads(threads: int | None) -> None:
 
 
 def peak_memory_bytes() -> int:
-    """Largest resident size of this process so far (Linux counts it in KiB)."""
+    """Largest resident size of this program so far.
+
+    Linux's VmHWM, not `getrusage`: that one also remembers the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -44,36 +56,49 @@ class ChipQuestion:
 
 
 def read_manifest(path: str) -> dict[str, Any] | None:
-    """The manifest beside a model that this program wrote, or None."""
+    """The manifest beside a model that this program wrote; None where there is none, UserError if damaged."""
     file = Path(path) / MANIFEST_NAME
     if not file.is_file():
         return None
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) else None
+    manifest = read_object(file, _MANIFEST_BYTES)
+    if not all(isinstance(manifest.get(key), dict) for key in ("tool", "chip", "request", "source")):
+        raise UserError(f"{file} is no manifest of this program; remove it, or name the chip with --device")
+    return manifest
 
 
 def chip_of(question: ChipQuestion, manifest: Mapping[str, Any] | None) -> tuple[Arithmetic, str]:
-    """The arithmetic to emulate and a word on where it comes from."""
+    """The arithmetic to emulate and a word on where it comes from.
+
+    Without a device the manifest's chip counts, at the versions and with the assumptions it was made for.
+    """
     scheme = SCHEMES["ue8m0"]
     device, why = question.device, "asked for"
     versions, assume = dict(question.versions), dict(question.assume)
-    with_claims = question.with_claims
+    with_claims, made_for = question.with_claims, None
     if device is None and manifest is not None:
-        request = manifest.get("request", {})
-        device = str(manifest["chip"]["name"])
-        versions = {**request.get("versions", {}), **versions}
-        assume = {**request.get("assume", {}), **assume}
-        with_claims = with_claims or bool(request.get("with_claims", False))
+        chip, request = manifest["chip"], manifest["request"]
+        asked = str(request.get("device", ""))
+        is_file = asked.split("@")[0].endswith(".toml")
+        device = asked.split("@")[0] if is_file else str(chip.get("name"))
+        if not versions and not assume and not with_claims:
+            made_for = chip.get("fingerprint")
+        versions = {**_strings(chip.get("versions")), **versions}
+        assume = {**_strings(request.get("assume")), **assume}
+        with_claims = with_claims or request.get("with_claims") is True
         why = "from the model's manifest"
     if device is None:
         device, why = "cpu", "no chip named: nearest-even saturating casts"
     resolution = resolve_device(
         device, scheme, versions=versions, with_claims=with_claims, allow_unsupported=True
     )
-    return resolve_arithmetic(resolution.profile, scheme, assume), f"{resolution.profile.name} ({why})"
+    arithmetic = resolve_arithmetic(resolution.profile, scheme, assume)
+    if made_for is not None and arithmetic.fingerprint != made_for:
+        why += "; its profile computes otherwise than when the model was made"
+    return arithmetic, f"{resolution.profile.name} ({why})"
+
+
+def _strings(value: object) -> dict[str, str]:
+    return {str(k): str(v) for k, v in value.items()} if isinstance(value, dict) else {}
 
 
 def activation_cast(reader: ModelReader, arithmetic: Arithmetic) -> ActivationCast | None:
@@ -95,9 +120,25 @@ def open_reader(path: str) -> ModelReader:
 
 
 def read_text(
-    text: str | None, tokenizer: Tokenizer, length: int, max_tokens: int
+    text: str | None, reader: ModelReader, length: int | None, max_tokens: int
 ) -> tuple[EvaluationTokens, str]:
-    """Evaluation windows of a text, by default of the novel that ships with the package."""
+    """Evaluation windows of a text, by default of the novel that ships with the package.
+
+    `length` None means 512 tokens, or the model's whole context where that is shorter.
+    """
+    config = reader.blueprint.config
+    if length is None:
+        length = min(_WINDOW, config.max_position)
+    if length > config.max_position:
+        raise UserError(
+            f"windows of {length} tokens are more than this model's context of {config.max_position}"
+        )
     source = text or str(heldout_text_path())
-    documents = load_documents(source)
-    return evaluation_windows(documents, tokenizer, length, max_tokens), text or "embedded held-out novel"
+    try:
+        windows = evaluation_windows(
+            load_documents(source), source_tokenizer(reader.source), length, max_tokens
+        )
+    except UserError as error:
+        raise UserError(f"the text to measure on, {source}: {error}") from error
+    check_token_ids(windows.windows, reader)
+    return windows, text or "embedded held-out novel"

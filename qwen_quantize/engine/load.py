@@ -23,6 +23,9 @@ from qwen_quantize.formats.tables import E4M3FN
 from qwen_quantize.models.blueprint import Blueprint, LinearSite
 from qwen_quantize.models.lookup import require_blueprint
 
+_PLAIN_DTYPES = ("F32", "BF16", "F16", "F64")
+_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+
 
 class ModelReader:
     """Reads a model's tensors as float32, decoding quantized linears; keeps none of them."""
@@ -48,6 +51,34 @@ class ModelReader:
                     f"{self.source.path}: tensor {name!r} has shape {list(found)}, its config.json says "
                     f"{list(shape)}"
                 )
+            self._check_dtype(name, shape)
+
+    def _check_dtype(self, name: str, shape: tuple[int, ...]) -> None:
+        """Plain floats, or E4M3 weights of linears with a whole grid of scales: nothing else has a meaning."""
+        dtype = self.source.info(name).dtype
+        module = name.removesuffix(".weight")
+        scale = DEEPSEEK_FP8.scale_name(module)
+        if dtype in _PLAIN_DTYPES and scale not in self.names:
+            return
+        if dtype != DEEPSEEK_FP8.weight_dtype or self.quantization is None:
+            raise UserError(
+                f"{self.source.path}: tensor {name!r} is {dtype}; plain floats ({', '.join(_PLAIN_DTYPES)}) can "
+                "be read, and F8_E4M3 where config.json has a quantization_config of block FP8"
+            )
+        if scale not in self.names:
+            raise UserError(
+                f"{self.source.path}: {name!r} is {dtype} but {scale!r} is missing; without its scales the "
+                "weight means nothing"
+            )
+        linear = len(shape) == 2 and name != self.blueprint.family.embedding
+        grid = DEEPSEEK_FP8.scale_shape((shape[0], shape[-1]), self.quantization.block)
+        found = self.source.info(scale)
+        if not linear or tuple(found.shape) != grid or found.dtype not in _SCALE_DTYPES:
+            raise UserError(
+                f"{self.source.path}: the scales {scale!r} are {found.dtype} {list(found.shape)}; blocks of "
+                f"{list(self.quantization.block)} over {list(shape)} need {list(grid)}, float or F8_E8M0, on a "
+                "linear"
+            )
 
     def read(self, name: str) -> Tensor:
         """An unquantized tensor as float32."""
@@ -60,23 +91,11 @@ class ModelReader:
         """[out, in] float32 weight of a linear, decoded if it is quantized."""
         name = DEEPSEEK_FP8.weight_name(module)
         if not self.is_quantized(module):
-            info = self.source.info(name)
-            if info.dtype.startswith("F8"):
-                raise UserError(
-                    f"{self.source.path}: {name!r} is {info.dtype} but has no {DEEPSEEK_FP8.scale_suffix}; "
-                    "without its scales the weight means nothing"
-                )
             return self.read(name)
         assert self.quantization is not None
         block = self.quantization.block
         weight = self.source.read(name)
         scale = self.source.read(DEEPSEEK_FP8.scale_name(module)).float()
-        grid = DEEPSEEK_FP8.scale_shape((weight.shape[0], weight.shape[1]), block)
-        if tuple(scale.shape) != grid:
-            raise UserError(
-                f"{self.source.path}: the scales of {module!r} have shape {list(scale.shape)}; blocks of "
-                f"{list(block)} over a weight of {list(weight.shape)} need {list(grid)}"
-            )
         return dequantize_blocks(weight.view(torch.uint8), scale, E4M3FN, block[0], block[1])
 
     def read_group(

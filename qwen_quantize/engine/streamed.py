@@ -24,6 +24,10 @@ class StreamedModel:
     def num_layers(self) -> int:
         return self.reader.blueprint.config.num_layers
 
+    @property
+    def vocab_size(self) -> int:
+        return self.reader.blueprint.config.vocab_size
+
     def embed(self, tokens: Tensor) -> Tensor:
         return self.reader.embed(tokens)
 

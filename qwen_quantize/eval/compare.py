@@ -23,7 +23,8 @@ from qwen_quantize.eval.scorer import LayeredScorer
 Progress = Callable[[str, int, int], None]  # (what is done, steps done, steps in all)
 
 _TOKENS_PER_BATCH = 4096
-_ROWS_PER_HEAD_BATCH = 256  # the logits of a batch: rows x vocabulary x 4 bytes, twice
+_ROWS_PER_HEAD_BATCH = 256
+HEAD_BATCH_BYTES = 64 << 20  # of one model's log-probabilities; about five such tensors live at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +116,16 @@ def _score(
     losses: list[list[Tensor]] = [[] for _ in models]
     divergences: list[Tensor] = []
     agreed = 0
-    for begin in range(0, total, _ROWS_PER_HEAD_BATCH):
-        part = slice(begin, begin + _ROWS_PER_HEAD_BATCH)
+    rows_per_batch = max(1, min(_ROWS_PER_HEAD_BATCH, HEAD_BATCH_BYTES // (4 * models[0].vocab_size)))
+    for begin in range(0, total, rows_per_batch):
+        part = slice(begin, begin + rows_per_batch)
         scores = [m.log_probabilities(rows[part]) for m, rows in zip(models, flat, strict=True)]
         for kept, score in zip(losses, scores, strict=True):
             kept.append(token_nll(score, targets[part]))
         if len(scores) == 2:
             divergences.append(token_kl(scores[1], scores[0]))
             agreed += int(agreement(scores[1], scores[0]).sum())
-        progress("predictions", min(begin + _ROWS_PER_HEAD_BATCH, total), total)
+        progress("predictions", min(begin + rows_per_batch, total), total)
     nll = [concatenated(parts) for parts in losses]
     window_tokens = windows.shape[1] - 1
     if len(models) == 1:

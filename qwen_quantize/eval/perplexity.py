@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+_LARGEST_EXPONENT = 709.0  # exp of more overflows a float64
+
 
 def token_nll(log_probabilities: Tensor, targets: Tensor) -> Tensor:
     """[rows, vocab] and [rows] int64 -> [rows] float64 negative log-likelihood, in nats."""
@@ -14,8 +16,9 @@ def token_nll(log_probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 def perplexity(nll: Tensor) -> float:
-    """exp of the mean of token losses."""
-    return math.exp(float(nll.mean()))
+    """exp of the mean of token losses; infinite where that is beyond a float64."""
+    mean = float(nll.mean())
+    return math.exp(mean) if mean < _LARGEST_EXPONENT else math.inf
 
 
 def paired_rise(reference_nll: Tensor, nll: Tensor, window_tokens: int) -> tuple[float, float]:
@@ -25,7 +28,8 @@ def paired_rise(reference_nll: Tensor, nll: Tensor, window_tokens: int) -> tuple
     taken over window means (NaN with fewer than two windows). Losses come in windows of `window_tokens`.
     """
     difference = nll - reference_nll
-    rise = math.expm1(float(difference.mean()))
+    mean = float(difference.mean())
+    rise = math.expm1(mean) if mean < _LARGEST_EXPONENT else math.inf
     means = difference.view(-1, window_tokens).mean(dim=1)
     if means.numel() < 2:
         return rise, math.nan

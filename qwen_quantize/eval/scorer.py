@@ -13,6 +13,9 @@ class LayeredScorer(Protocol):
     @property
     def num_layers(self) -> int: ...
 
+    @property
+    def vocab_size(self) -> int: ...
+
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens: [n, T] int64 -> hidden states [n, T, hidden] float32."""
         ...

@@ -21,7 +21,6 @@ from qwen_quantize.models.lookup import require_blueprint
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.selection import Selection, select_linears
 
-_DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 _CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _BASE_MEMORY = 450_000_000  # the interpreter with torch and this package, measured and rounded up
 _BATCH_TOKENS = 4096
@@ -105,7 +104,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
     block, block_note = _choose_block(blueprint, selection, recipe.block_size)
     scheme = scheme.with_block(*block)
     tensors, notes = _plan_tensors(source, blueprint, selection, layout, block)
-    output_bytes = sum(_nbytes(output) for tensor in tensors for output in tensor.outputs)
+    output_bytes = sum(output.nbytes for tensor in tensors for output in tensor.outputs)
     batch_windows, peak = _plan_memory(recipe, blueprint)
     config = blueprint.config
     hidden = recipe.samples * recipe.length * config.hidden_size * 4 if recipe.dataset else 0
@@ -143,34 +142,26 @@ def _support_notes(resolution: Resolution) -> tuple[str, ...]:
     return ()
 
 
-def _nbytes(tensor: OutputTensor) -> int:
-    count = _DTYPE_BYTES.get(tensor.dtype, 8)
-    for size in tensor.shape:
-        count *= size
-    return count
-
-
 def _choose_block(
     blueprint: Blueprint, selection: Selection, asked: int | None
 ) -> tuple[tuple[int, int], tuple[str, ...]]:
-    """Blocks of 128, unless some input dimension is not a multiple of it.
+    """Blocks of 128, unless some dimension is not a multiple of it.
 
-    Readers disagree about partial blocks along the input dimension: transformers derives the block from
-    the grid and refuses, or misreads, what does not divide; vLLM's activation groups must divide too.
+    Readers disagree about partial blocks: transformers on a CPU derives the block from the grid, so that it
+    refuses 576 columns in 5 blocks and misreads 192 rows in 2; vLLM's shards and groups must divide too.
     """
     if asked is not None:
         if asked not in (32, 64, 128):
             raise UserError(f"--block-size must be 32, 64 or 128, found {asked}")
         return (asked, asked), ()
     shapes = _quantized_shapes(blueprint, selection)
-    inputs = {shape[1] for shape in shapes.values()}
-    if all(size % 128 == 0 for size in inputs):
+    odd = sorted({size for shape in shapes.values() for size in shape if size % 128})
+    if not odd:
         return (128, 128), ()
     for size in (64, 32):
         if all(shape[0] % size == 0 and shape[1] % size == 0 for shape in shapes.values()):
-            odd = min(size_in for size_in in inputs if size_in % 128)
             return (size, size), (
-                f"blocks of {size}x{size}: {odd} input features are no multiple of 128, and transformers "
+                f"blocks of {size}x{size}: {odd[0]} features are no multiple of 128, and transformers "
                 "cannot read partial blocks; --block-size 128 writes them for vLLM and SGLang",
             )
     return (128, 128), (
@@ -254,6 +245,16 @@ def layer_memory(blueprint: Blueprint) -> int:
     return 3 * weights + moments + 4 * 8 * largest**2
 
 
+def validation_memory(blueprint: Blueprint, tokens: int, head_batch_bytes: int) -> int:
+    """Expected peak in bytes of comparing two models in lockstep: a layer and a head of each, all states."""
+    config = blueprint.config
+    shapes = [blueprint.linear_shape(site) for site in blueprint.family.linears]
+    layers = 2 * 2 * sum(4 * out_features * in_features for out_features, in_features in shapes)
+    heads = (2 * 4 + 2) * config.vocab_size * config.hidden_size
+    states = 3 * 4 * tokens * config.hidden_size
+    return _BASE_MEMORY + max(layers, heads + 6 * head_batch_bytes) + states
+
+
 def _plan_memory(recipe: Recipe, blueprint: Blueprint) -> tuple[int, int]:
     """(windows per batch, expected peak in bytes); refuses a ceiling that nothing fits under."""
     config = blueprint.config
@@ -262,6 +263,10 @@ def _plan_memory(recipe: Recipe, blueprint: Blueprint) -> tuple[int, int]:
     widest = 6 * config.hidden_size + 4 * config.intermediate_size + 4 * config.num_heads * config.head_dim
     per_window = 4 * recipe.length * (widest + config.num_heads * min(recipe.length, 64))
     batch = max(1, _BATCH_TOKENS // recipe.length)
+    if recipe.dataset is not None and recipe.length > config.max_position:
+        raise UserError(
+            f"--calibration-length {recipe.length} is more than this model's context of {config.max_position}"
+        )
     if recipe.dataset is None:
         batch, per_window = 1, 0
     if recipe.max_memory is not None:

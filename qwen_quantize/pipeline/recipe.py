@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
@@ -31,14 +29,12 @@ class Recipe:
     max_shard_bytes: int = 4_500_000_000
 
     def as_record(self) -> dict[str, object]:
+        """Every field, as JSON can hold it: a resumed run must ask for exactly the same."""
         record = asdict(self)
         record["versions"] = dict(self.versions)
         record["assume"] = dict(self.assume)
+        record["ignore"], record["include"] = list(self.ignore), list(self.include)
         return record
-
-    def digest(self) -> str:
-        """SHA-256 over every field: a resumed run must ask for exactly the same."""
-        return hashlib.sha256(json.dumps(self.as_record(), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,5 +44,3 @@ class Output:
     path: Path
     resume: bool = False
     overwrite: bool = False
-    threads: int | None = None
-    extra: dict[str, str] = field(default_factory=dict)

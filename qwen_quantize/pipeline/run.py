@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import qwen_quantize
 from qwen_quantize.checkpoint.layouts import deepseek_quantization_config
@@ -44,9 +46,10 @@ class StagedRun:
 
 @contextmanager
 def side_folder(source: CheckpointSource) -> Iterator[Path]:
-    """A temporary folder with the source's tokenizer and other side files."""
+    """A temporary folder with the source's config, tokenizer and other side files."""
     with tempfile.TemporaryDirectory(prefix="qwen_quantize-") as name:
         folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(source.config), encoding="utf-8")
         for file, content in source.side_files().items():
             data = content if isinstance(content, bytes) else Path(content).read_bytes()
             (folder / file).write_bytes(data)
@@ -56,26 +59,41 @@ def side_folder(source: CheckpointSource) -> Iterator[Path]:
 def source_tokenizer(source: CheckpointSource) -> Tokenizer:
     """The tokenizer that came with the model."""
     with side_folder(source) as folder:
-        return load_tokenizer(folder)
+        try:
+            return load_tokenizer(folder)
+        except UserError as error:  # the user knows the model's place, not the temporary one
+            raise UserError(str(error).replace(str(folder), str(source.path))) from error
 
 
-def read_calibration(plan: Plan, source: CheckpointSource) -> CalibrationTokens | None:
+def check_token_ids(tokens: Tensor, reader: ModelReader) -> None:
+    """UserError if the tokenizer gives ids that the model has no embedding for."""
+    size = reader.blueprint.config.vocab_size
+    if tokens.numel() and int(tokens.max()) >= size:
+        raise UserError(
+            f"{reader.source.path}: the tokenizer gives id {int(tokens.max())}, the model knows {size} tokens; "
+            "tokenizer and model do not belong together"
+        )
+
+
+def read_calibration(plan: Plan, reader: ModelReader) -> CalibrationTokens | None:
     """The calibration windows that the recipe names; None without a dataset."""
     recipe = plan.recipe
     if recipe.dataset is None:
         return None
     documents = load_documents(recipe.dataset, column=recipe.column)
-    return calibration_batches(
-        documents, source_tokenizer(source), recipe.samples, recipe.length, recipe.seed
-    )
+    tokenizer = source_tokenizer(reader.source)
+    calibration = calibration_batches(documents, tokenizer, recipe.samples, recipe.length, recipe.seed)
+    check_token_ids(calibration.tokens, reader)
+    return calibration
 
 
-def quantize(plan: Plan, source: CheckpointSource, output: Output, progress: Progress) -> StagedRun:
+def quantize(plan: Plan, reader: ModelReader, output: Output, progress: Progress) -> StagedRun:
     """Write every weight into the staging folder. A UserError leaves nothing behind, unless it is resumable."""
-    reader = ModelReader(source)
-    calibration = read_calibration(plan, source)
+    calibration = read_calibration(plan, reader)
     if not output.resume:
-        require_free_space(output.path.parent, plan.disk_bytes)
+        tokens = 0 if calibration is None else calibration.tokens.numel()
+        hidden = 2 * 4 * tokens * plan.blueprint.config.hidden_size
+        require_free_space(output.path.parent, plan.output_bytes + hidden)
     folder = OutputFolder(
         output.path,
         plan_shards(plan.outputs, plan.recipe.max_shard_bytes),
@@ -83,7 +101,7 @@ def quantize(plan: Plan, source: CheckpointSource, output: Output, progress: Pro
         overwrite=output.overwrite,
     )
     try:
-        return _fill(plan, source, reader, calibration, folder, output.resume, progress)
+        return _fill(plan, reader, calibration, folder, output.resume, progress)
     except ResumableError:
         folder.close()
         raise
@@ -100,16 +118,17 @@ def quantize(plan: Plan, source: CheckpointSource, output: Output, progress: Pro
 
 def _fill(
     plan: Plan,
-    source: CheckpointSource,
     reader: ModelReader,
     calibration: CalibrationTokens | None,
     folder: OutputFolder,
     resume: bool,
     progress: Progress,
 ) -> StagedRun:
+    source = reader.source
     identity = {
         "version": qwen_quantize.__version__,
-        "request": plan.recipe.digest(),
+        "torch version": torch.__version__,
+        "request": plan.recipe.as_record(),
         "source": source.fingerprint(),
         "calibration text": None if calibration is None else calibration.sha256,
         "chip": plan.arithmetic.fingerprint,
@@ -162,14 +181,18 @@ def build_manifest(
     source_bytes = sum(source.info(name).nbytes for name in source.names())
     activation = plan.scheme.activation
     calibration = staged.calibration
+    local = Path(plan.recipe.model_path)
+    notes = list(plan.notes)
+    if calibration is not None and calibration.note:
+        notes.append(f"calibration text: {calibration.note}")
     return {
         "tool": {"name": "qwen_quantize", "version": qwen_quantize.__version__},
         "source": {
-            "path": plan.recipe.model_path,
+            "path": str(local.resolve() if local.exists() else local),
             "kind": source.kind,
             "architecture": plan.blueprint.config.architecture,
             "fingerprint": source.fingerprint(),
-            "parameters": sum(_count(shape) for shape in plan.blueprint.expected_tensors().values()),
+            "parameters": sum(math.prod(shape) for shape in plan.blueprint.expected_tensors().values()),
         },
         "request": plan.recipe.as_record(),
         "chip": {
@@ -177,7 +200,7 @@ def build_manifest(
             "vendor": profile.chip.vendor,
             "asked": plan.recipe.device,
             "why": plan.resolution.alias_explanation,
-            "versions": dict(plan.recipe.versions),
+            "versions": dict(profile.versions),
             "fingerprint": arithmetic.fingerprint,
             "activation_cast": {
                 "rounding": cast.rounding.value,
@@ -210,7 +233,7 @@ def build_manifest(
             "note": calibration.note,
         },
         "assumptions": [asdict(assumption) for assumption in arithmetic.assumptions],
-        "notes": list(plan.notes),
+        "notes": notes,
         "tensors": {
             "quantized": actions.count("quantize"),
             "kept": actions.count("keep"),
@@ -225,10 +248,3 @@ def build_manifest(
         "head": [asdict(record) for record in staged.head],
         "validation": None if validation is None else dict(validation),
     }
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -19,6 +19,7 @@ from qwen_quantize.calibrators.block_fp8 import exact_scale
 from qwen_quantize.calibrators.hessian import factorize, hessian_of
 from qwen_quantize.calibrators.observers import InputObserver, InputStatistics, residual_weight
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
+from qwen_quantize.checkpoint.tensor_info import DTYPES
 from qwen_quantize.checkpoint.writer import OutputFolder
 from qwen_quantize.engine.linear import EmulatedGroup, LinearGroup, ObservedGroup, PlainGroup, WatchedGroup
 from qwen_quantize.engine.load import ModelReader
@@ -31,8 +32,6 @@ from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.plan import Action, Plan, TensorPlan
 
 Progress = Callable[[str, int, int], None]
-
-_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,7 @@ def quantize_layers(
     config = plan.blueprint.config
     states = None
     start = journal.next_layer()
+    _check_written(plan, folder, start)
     if tokens is not None:
         states = HiddenStates(folder.staging / "work", tokens.shape[0], tokens.shape[1], config.hidden_size)
         if start == 0 and not states.is_complete(0):
@@ -96,6 +96,20 @@ def quantize_layers(
         progress("layers", layer + 1, config.num_layers)
     if states is not None:
         states.remove(config.num_layers)
+
+
+def _check_written(plan: Plan, folder: OutputFolder, layers: int) -> None:
+    """Every tensor of the finished layers must be on record as written."""
+    finished = tuple(plan.blueprint.layer_name(layer, "") for layer in range(layers))
+    for tensor in plan.tensors:
+        if not tensor.name.startswith(finished):
+            continue
+        for output in tensor.outputs:
+            if not folder.is_written(output.name):
+                raise UserError(
+                    f"{folder.staging}: {output.name!r} should be written but is not on record; start again with "
+                    "--overwrite"
+                )
 
 
 def _embed(plan: Plan, reader: ModelReader, states: HiddenStates, tokens: Tensor) -> None:
@@ -163,6 +177,12 @@ def _observe(
         end = min(begin + plan.batch_windows, states.shape[0])
         residual.hidden = states.read(index, begin, end)
         run_layer(residual.hidden, observed, index, plan.blueprint, reader.rotary)
+    for stream, observer in observers.items():
+        if not bool(observer.amax.isfinite().all()):
+            raise UserError(
+                f"{reader.source.path}: the activations at {stream.value} of layer {index} are not finite; the "
+                "model's weights or its config.json (rope, norms) are damaged"
+            )
     return observers
 
 
@@ -293,11 +313,10 @@ def _write_kept(reader: ModelReader, folder: OutputFolder, tensor: TensorPlan) -
     value = reader.source.read(tensor.name)
     if tensor.name.endswith(".weight") and value.dtype in (torch.float8_e4m3fn,):
         value = reader.read_linear(tensor.name.removesuffix(".weight"))
-    wanted = _TORCH_DTYPES.get(output.dtype)
-    if value.is_floating_point():
+    wanted = DTYPES[output.dtype].torch
+    if value.is_floating_point() and wanted is not None:
+        value = value.to(wanted)
         require_finite(reader, tensor.name, value.float())
-        if wanted is not None:
-            value = value.to(wanted)
     folder.write(output.name, value)
 
 

@@ -61,10 +61,10 @@ def test_end_to_end_through_the_command_line(square_model: Path, options: list[s
         assert record[key]
     assert isinstance(record["assumptions"], list)
     validation = record["validation"]
-    assert validation["tokens"] == 32 * 31 or validation["tokens"] > 500
+    assert validation["tokens"] > 900
     assert 0 < validation["kl_mean"] < 0.05
     assert validation["kl_mean"] <= validation["kl_p99"]
-    assert validation["top1_agreement"] > 0.8
+    assert validation["top1_agreement"] > 0.7
     assert validation["perplexity"] == pytest.approx(validation["reference_perplexity"], rel=0.05)
     written = {file.name for file in out.iterdir()}
     assert written == {
