@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def test_a_failed_second_write_removes_the_first(tmp_path: Path, monkeypatch: py
     writer = states_in(tmp_path).begin(0)
     writer.append(STATES[:3])
     monkeypatch.setattr(os, "pwrite", failing(errno.EDQUOT))
-    monkeypatch.setattr(disk.shutil, "disk_usage", failing(errno.EIO))
+    monkeypatch.setattr(shutil, "disk_usage", failing(errno.EIO))
     with pytest.raises(ResumableError, match=r"needs 24 bytes more and unknown"):
         writer.append(STATES[3:])
     assert files(tmp_path) == []
