@@ -25,7 +25,7 @@ def grid_of(format: FloatFormat | IntFormat) -> tuple[int, int, float]:
 def compensated_rounding(
     weight: Tensor, scale: Tensor, factor: HessianFactor, format: FloatFormat | IntFormat
 ) -> tuple[Tensor, float]:
-    """Round `weight` column by column, each rounding error spread over the columns not yet rounded.
+    """Round `weight` column by column in the factor's order, each error spread over the columns not yet rounded.
 
     weight: [N, K] float32; scale: [N, K] float32 powers of two, fixed beforehand (static groups). Rounding
     is to nearest, ties to even, saturating. Lazy blocks of 128 columns keep the trailing
@@ -35,7 +35,8 @@ def compensated_rounding(
     trace(D H D^T) with D = W - Q, which the recursion yields for free.
     """
     mantissa_bits, emin, maximum = grid_of(format)
-    work = weight.clone()
+    work = weight[:, factor.order].contiguous()
+    scale = scale[:, factor.order]
     columns = weight.shape[1]
     loss = 0.0
     for first in range(0, columns, _BLOCK):
@@ -52,7 +53,9 @@ def compensated_rounding(
         loss += squared_norm(errors)
         if last < columns:
             work[:, last:].addmm_(errors, factor.upper[first:last, last:], alpha=-1)
-    return work, loss
+    values = torch.empty_like(weight)
+    values[:, factor.order] = work
+    return values, loss
 
 
 def quadratic(difference: Tensor, hessian: Tensor) -> float:

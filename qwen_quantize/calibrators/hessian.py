@@ -25,7 +25,7 @@ def hessian_of(statistics: InputStatistics) -> Tensor:
 
 
 def factorize(hessian: Tensor, damping: float = DAMPING) -> HessianFactor:
-    """The damped Hessian and the upper factor U of its inverse, H^-1 = U^T U.
+    """The damped Hessian and the upper factor U of its inverse, features in order of falling diagonal.
 
     hessian: [K, K] float64. Each diagonal entry grows by `damping` of itself. GPTQ adds a share of the mean
     diagonal instead; one massive activation then outweighs every other feature and nothing is compensated.
@@ -36,12 +36,15 @@ def factorize(hessian: Tensor, damping: float = DAMPING) -> HessianFactor:
     size = hessian.shape[0]
     diagonal = hessian.diagonal().abs()
     floor = diagonal.mean().clamp(min=torch.finfo(torch.float64).tiny) * 1e-8
+    # Features that matter most are rounded first, while most others can still mend their error.
+    order = hessian.diagonal().argsort(descending=True, stable=True)
     used = damping
     while True:
         damped = hessian.clone()
         damped.diagonal().add_(used * diagonal + floor)
         # J H J = L L^T with J the reversal gives H = R R^T with R = J L J, upper triangular.
-        lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        ordered = damped[order][:, order]
+        lower, info = torch.linalg.cholesky_ex(ordered.flip(0, 1))
         if int(info) == 0:
             break
         used *= 10
@@ -52,4 +55,4 @@ def factorize(hessian: Tensor, damping: float = DAMPING) -> HessianFactor:
     right = lower.flip(0, 1)
     identity = torch.eye(size, dtype=torch.float64)
     upper = torch.linalg.solve_triangular(right, identity, upper=True)
-    return HessianFactor(damped.float(), upper.float().contiguous(), used)
+    return HessianFactor(damped.float(), upper.float().contiguous(), order, used)

@@ -13,13 +13,15 @@ from qwen_quantize.formats.schemes import Scheme
 
 @dataclass(frozen=True, slots=True)
 class HessianFactor:
-    """A damped Hessian H and the upper U with H^-1 = U^T U, both [K, K] float32.
+    """A damped Hessian H and the upper U with (P H P^T)^-1 = U^T U, both [K, K] float32.
 
-    damping: what was added to each diagonal entry, relative to the entry.
+    order: [K] int64, the order P in which the features are rounded: falling diagonal of H. damping: what
+    was added to each diagonal entry, relative to the entry.
     """
 
     hessian: Tensor
     upper: Tensor
+    order: Tensor
     damping: float
 
 

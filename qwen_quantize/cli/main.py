@@ -221,7 +221,7 @@ def eval_command(
     ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=32, help="Tokens to score.")] = 20480,
     length: Annotated[
-        int | None, typer.Option("--length", min=16, help="Tokens per window (default: 512).")
+        int | None, typer.Option("--length", min=16, help="Tokens per window (default: 2048).")
     ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave activations in full precision.")

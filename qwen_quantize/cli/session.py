@@ -23,7 +23,7 @@ from qwen_quantize.pipeline.run import MANIFEST_NAME, check_token_ids, source_to
 from qwen_quantize.pipeline.texts import EvaluationTokens, evaluation_windows, load_documents
 
 REPORT_NAME = "report.html"
-_WINDOW = 512
+_WINDOW = 2048
 _MANIFEST_BYTES = 256 << 20  # a record of every linear of the largest models is some tens of megabytes
 
 
@@ -124,7 +124,7 @@ def read_text(
 ) -> tuple[EvaluationTokens, str]:
     """Evaluation windows of a text, by default of the novel that ships with the package.
 
-    `length` None means 512 tokens, or the model's whole context where that is shorter.
+    `length` None means 2048 tokens, as published perplexities have, or the whole context if that is shorter.
     """
     config = reader.blueprint.config
     if length is None:

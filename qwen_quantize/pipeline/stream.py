@@ -81,8 +81,10 @@ def quantize_layers(
     _check_written(plan, folder, start)
     if tokens is not None:
         states = HiddenStates(folder.staging / "work", tokens.shape[0], tokens.shape[1], config.hidden_size)
-        if start == 0 and not states.is_complete(0):
+        if start == 0:  # whatever lies there may come from another request
             _embed(plan, reader, states, tokens)
+        for layer in range(start):
+            states.remove(layer)
     for layer in range(start, config.num_layers):
         if states is not None and not states.is_complete(layer):
             raise UserError(

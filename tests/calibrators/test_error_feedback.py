@@ -17,10 +17,12 @@ from tests.calibrators.test_hessian import correlated
 def dense_reference(
     weight: torch.Tensor, scale: torch.Tensor, hessian: torch.Tensor, format: FloatFormat | IntFormat
 ) -> torch.Tensor:
-    """Optimal brain quantization in a fixed order, in float64: after each column the inverse Hessian of the
-    columns that remain is formed anew, and the error is spread by its first row (no Cholesky, no blocks)."""
-    work, scale = weight.double().clone(), scale.double()
-    damped = hessian + 0.01 * torch.diag(hessian.diagonal())
+    """Optimal brain quantization in order of falling diagonal, in float64: after each column the inverse
+    Hessian of the columns that remain is formed anew, and the error is spread by its first row (no Cholesky,
+    no blocks)."""
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    work, scale = weight.double()[:, order], scale.double()[:, order]
+    damped = (hessian + 0.01 * torch.diag(hessian.diagonal()))[order][:, order]
     quantized = torch.zeros_like(work)
     for column in range(work.shape[1]):
         inverse = torch.linalg.inv(damped[column:, column:])
@@ -28,7 +30,7 @@ def dense_reference(
         quantized[:, column] = quantize_values(scaled, format, RNE_SATURATE).double() * scale[:, column]
         error = (work[:, column] - quantized[:, column]) / inverse[0, 0]
         work[:, column:] -= error.unsqueeze(1) * inverse[0].unsqueeze(0)
-    return quantized
+    return quantized[:, order.argsort()]
 
 
 def problem(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
