@@ -97,7 +97,7 @@ def main() -> None:
         },
         "model": "SmolLM2-135M-Instruct (from a Q4_1 GGUF: its weights had been 4-bit before)",
         "device": DEVICE,
-        "text": f"the opening of a novel that calibration never saw, {windows} windows of 512 tokens",
+        "text": f"the opening of a novel that calibration never saw, {windows} windows of 2048 tokens",
         "tokens": rows[0]["tokens"],
         "calibration_tokens": calibration["tokens"],
         "quantize_seconds": run["seconds"],
@@ -116,7 +116,7 @@ def measure_rows(
 ) -> tuple[list[dict[str, Any]], int]:
     """One row for each combination of weights and activations, all on the same windows."""
     source = open_source(model)
-    windows = evaluation_windows(load_documents(text), source_tokenizer(source), 512, tokens).windows
+    windows = evaluation_windows(load_documents(text), source_tokenizer(source), 2048, tokens).windows
     readers = {
         name: ModelReader(open_source(path)) for name, path in (("plain", plain), ("full", calibrated))
     }
