@@ -9,7 +9,8 @@ from qwen_quantize.calibrators.observers import InputStatistics
 from qwen_quantize.calibrators.problem import HessianFactor
 
 # Large beside GPTQ's 0.01: FP8 leaves little to win, and on text unlike the calibration text weak damping loses
-# more than it wins. Of 0.01 to 1, this was best on like text (a novel) and near the best on unlike text (manuals).
+# more than it wins. Of 0.01, 0.05, 0.2, 0.5 and 1, tried once each on 4,096 tokens of SmolLM2-135M, it had the least
+# KL on a novel (where 0.05 to 1 hardly differ) and on a manual.
 DAMPING = 0.2
 _MAX_RELATIVE_DAMPING = 10.0
 
