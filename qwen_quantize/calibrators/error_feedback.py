@@ -28,8 +28,8 @@ def compensated_rounding(
     """Round `weight` column by column in the factor's order, each error spread over the columns not yet rounded.
 
     weight: [N, K] float32; scale: [N, K] float32 powers of two, fixed beforehand (static groups). Rounding
-    is to nearest, ties to even, saturating. Lazy blocks of 128 columns keep the trailing
-    update a matrix product.
+    is to nearest, ties to even, saturating. Lazy blocks of 128 columns keep the trailing update a matrix
+    product.
 
     Returns the quantized values [N, K], each a multiple of its scale that `format` holds, and
     trace(D H D^T) with D = W - Q, which the recursion yields for free.

@@ -43,8 +43,8 @@ def factorize(hessian: Tensor, damping: float = DAMPING) -> HessianFactor:
     while True:
         damped = hessian.clone()
         damped.diagonal().add_(used * diagonal + floor)
-        # J H J = L L^T with J the reversal gives H = R R^T with R = J L J, upper triangular.
         ordered = damped[order][:, order]
+        # J H J = L L^T with J the reversal gives H = R R^T with R = J L J, upper triangular.
         lower, info = torch.linalg.cholesky_ex(ordered.flip(0, 1))
         if int(info) == 0:
             break
