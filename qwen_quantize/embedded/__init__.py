@@ -1,4 +1,4 @@
-"""The small model and the texts that ship with the package; LICENSE-DATA.md says where they come from."""
+"""The small models and the texts that ship with the package; LICENSE-DATA.md says where they come from."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ from qwen_quantize.errors import UserError
 def embedded_model_path() -> Path:
     """The Hugging Face folder of the dense Qwen3-style model: bfloat16 weights, tokenizer, configs."""
     return _path("dense")
+
+
+def embedded_moe_path() -> Path:
+    """The Hugging Face folder of the DeepSeek-V3-style model: latent attention, 16 experts, an MTP layer.
+
+    bfloat16 weights (the routers' correction biases float32), the dense model's tokenizer, configs.
+    """
+    return _path("moe")
+
+
+def embedded_by_name(name: str) -> Path | None:
+    """The folder that `embedded:dense` or `embedded:moe` means; None for any other text."""
+    match name:
+        case "embedded:dense":
+            return embedded_model_path()
+        case "embedded:moe":
+            return embedded_moe_path()
+    return None
 
 
 def calibration_text_path() -> Path:

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,12 @@ from types import ModuleType
 import pytest
 from safetensors import safe_open
 
-from qwen_quantize.embedded import calibration_text_path, embedded_model_path, heldout_text_path
+from qwen_quantize.embedded import (
+    calibration_text_path,
+    embedded_model_path,
+    embedded_moe_path,
+    heldout_text_path,
+)
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -277,18 +283,24 @@ def test_the_model_predicts_heldout_text_far_better_than_token_frequencies() -> 
 
 
 @pytest.mark.slow
-def test_a_smoke_run_of_training_repeats_and_writes_the_shipped_configs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "shipped"),
+    [("train_embedded.py", embedded_model_path), ("train_embedded_moe.py", embedded_moe_path)],
+)
+def test_a_smoke_run_of_training_repeats_and_writes_the_shipped_configs(
+    script: str, shipped: Callable[[], Path], tmp_path: Path
+) -> None:
     texts = tmp_path / "train.txt"
     texts.write_text("\n\n".join(calibration_texts()[:20]), encoding="utf-8")
     heldout = tmp_path / "heldout.txt"
     heldout.write_text(heldout_text_path().read_text(encoding="utf-8")[:3_000], encoding="utf-8")
     records = []
     for folder in ("first", "second"):
-        command = [sys.executable, str(TOOLS / "train_embedded.py"), "--steps", "5", "--text", str(texts)]
+        command = [sys.executable, str(TOOLS / script), "--steps", "5", "--text", str(texts)]
         command += ["--heldout", str(heldout), "--output", str(tmp_path / folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         records.append(json.loads(done.stdout))
-    for path in sorted(embedded_model_path().iterdir()):
+    for path in sorted(shipped().iterdir()):
         first, second = ((tmp_path / folder / path.name).read_bytes() for folder in ("first", "second"))
         assert first == second, path.name
         if path.name.endswith("config.json"):
