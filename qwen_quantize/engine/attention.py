@@ -6,28 +6,84 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from qwen_quantize.engine.kv_cache import KVCache
+from qwen_quantize.engine.layer import Layer, rms_norm
+from qwen_quantize.engine.rotary import LayerRotary, rotate
+from qwen_quantize.engine.soft_cap import attend_capped
+from qwen_quantize.models.blueprint import Blueprint, Stream
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    """Causal attention. query: [B, heads, T, D]; keys, values: [B, kv_heads, S, D] with S >= T.
 
-    The queries are the last T of the S positions. `window` counts the positions that a query sees,
-    itself included; None means all of them. Returns [B, T, heads * D].
+def mix_grouped(
+    normed: Tensor,
+    layer: Layer,
+    index: int,
+    blueprint: Blueprint,
+    rotary: LayerRotary,
+    cache: KVCache | None,
+) -> Tensor:
+    """normed: [B, T, hidden_size] -> what the output projection reads, [B, T, heads * head_dim]."""
+    config, family = blueprint.config, blueprint.family
+    batch, length, _ = normed.shape
+    outputs = layer.groups[Stream.ATTENTION_INPUT](normed)
+    if len(outputs) == 1:  # one matrix for all three
+        keys = config.num_kv_heads * config.head_dim
+        outputs = torch.split(outputs[0], [config.num_heads * config.head_dim, keys, keys], dim=-1)
+    query, key, value = outputs
+    query = query.view(batch, length, config.num_heads, -1)
+    gate = None
+    if config.output_gate:
+        query, gate = query.chunk(2, dim=-1)  # of each head
+    key = key.view(batch, length, config.num_kv_heads, config.head_dim)
+    value = value.view(batch, length, config.num_kv_heads, config.head_dim).transpose(1, 2)
+    if family.query_norm is not None:
+        query = rms_norm(query, layer.tensors[family.query_norm], config.rms_norm_eps)
+    if family.key_norm is not None:
+        key = rms_norm(key, layer.tensors[family.key_norm], config.rms_norm_eps)
+    cos, sin = rotary.slice(index, 0 if cache is None else cache.length, length)
+    query = rotate(query.transpose(1, 2), cos, sin, config.rope.interleaved)
+    key = rotate(key.transpose(1, 2), cos, sin, config.rope.interleaved)
+    if cache is not None:
+        key, value = cache.append(index, key, value)
+    window = config.window(index)
+    if config.score_cap is None:
+        mixed = attend(query, key, value, window, config.softmax_scale)
+    else:
+        mask = visible(length, key.shape[2], window)
+        scale = config.head_dim**-0.5 if config.softmax_scale is None else config.softmax_scale
+        mixed = attend_capped(query, key, value, mask, scale, config.score_cap)
+        mixed = mixed.transpose(1, 2).flatten(2)
+    return mixed if gate is None else mixed * gate.flatten(2).sigmoid()
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int | None,
+    scale: float | None = None,
+    chosen: Tensor | None = None,
+) -> Tensor:
+    """Causal attention. query: [B, heads, T, D]; keys: [B, kv_heads, S, D]; values: [B, kv_heads, S, V].
+
+    S >= T, and the queries are the last T of the S positions. `window` counts the positions that a query
+    sees, itself included; None means all of them. scale: of the scores, 1 / sqrt(D) if None. chosen: bool
+    [B, T, S], the positions that each query sees, in place of all earlier ones. Returns [B, T, heads * V].
     """
-    batch, heads, length, dim = query.shape
-    span = keys.shape[2]
+    batch, heads, length, _ = query.shape
+    span, value_dim = values.shape[2:]
     repeats = heads // keys.shape[1]
     if repeats > 1:
         keys = keys.repeat_interleave(repeats, dim=1)
         values = values.repeat_interleave(repeats, dim=1)
-    mask = None
-    causal = length == span
-    if (not causal and length > 1) or (window is not None and span > window):
+    mask = None if chosen is None else chosen.unsqueeze(1)
+    causal = length == span and chosen is None
+    if chosen is None and ((not causal and length > 1) or (window is not None and span > window)):
         mask = visible(length, span, window)
         causal = False
     mixed = functional.scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, is_causal=causal and length > 1
+        query, keys, values, attn_mask=mask, is_causal=causal and length > 1, scale=scale
     )
-    return mixed.transpose(1, 2).reshape(batch, length, heads * dim)
+    return mixed.transpose(1, 2).reshape(batch, length, heads * value_dim)
 
 
 def visible(length: int, span: int, window: int | None) -> Tensor:

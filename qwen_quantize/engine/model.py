@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from qwen_quantize.engine.attention import attend
+from qwen_quantize.engine.attention import mix_grouped
+from qwen_quantize.engine.delta_attention import mix_delta
+from qwen_quantize.engine.experts import route, run_experts, shared_expert
 from qwen_quantize.engine.kv_cache import KVCache
+from qwen_quantize.engine.latent_attention import mix_latent
+from qwen_quantize.engine.layer import Layer, ResidentExperts, activate, rms_norm
 from qwen_quantize.engine.linear import LinearGroup, PlainGroup
-from qwen_quantize.engine.rotary import RotaryTable, rotate
+from qwen_quantize.engine.rotary import LayerRotary
+from qwen_quantize.engine.soft_cap import CappedGroup
 from qwen_quantize.models.blueprint import Blueprint, Stream
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """What one decoder layer computes with: its linears by stream, its other tensors by suffix (float32)."""
-
-    groups: Mapping[Stream, LinearGroup]
-    norms: Mapping[str, Tensor]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in float32."""
-    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-def _activation(x: Tensor, name: str) -> Tensor:
-    match name:
-        case "silu":
-            return functional.silu(x)
-        case "gelu":
-            return functional.gelu(x)
-        case "gelu_pytorch_tanh":
-            return functional.gelu(x, approximate="tanh")
-    raise ValueError(f"activation {name!r} is not one that a config may name")
 
 
 def run_layer(
@@ -45,38 +24,66 @@ def run_layer(
     layer: Layer,
     index: int,
     blueprint: Blueprint,
-    rotary: RotaryTable,
+    rotary: LayerRotary,
     cache: KVCache | None = None,
 ) -> Tensor:
     """One decoder layer. hidden: [B, T, hidden_size] float32 -> the same shape (a new tensor).
 
     With a cache the T tokens follow those it holds; its caller advances it after the last layer.
     """
+    return run_mlp(run_attention(hidden, layer, index, blueprint, rotary, cache), layer, index, blueprint)
+
+
+def run_attention(
+    hidden: Tensor,
+    layer: Layer,
+    index: int,
+    blueprint: Blueprint,
+    rotary: LayerRotary,
+    cache: KVCache | None = None,
+) -> Tensor:
+    """The first half of a layer: hidden + attention, [B, T, hidden_size] (a new tensor)."""
     config, family = blueprint.config, blueprint.family
-    batch, length, _ = hidden.shape
-    normed = rms_norm(hidden, layer.norms[family.input_norm], config.rms_norm_eps)
-    query, key, value = layer.groups[Stream.ATTENTION_INPUT](normed)
-    query = query.view(batch, length, config.num_heads, config.head_dim)
-    key = key.view(batch, length, config.num_kv_heads, config.head_dim)
-    value = value.view(batch, length, config.num_kv_heads, config.head_dim).transpose(1, 2)
-    if family.query_norm is not None:
-        query = rms_norm(query, layer.norms[family.query_norm], config.rms_norm_eps)
-    if family.key_norm is not None:
-        key = rms_norm(key, layer.norms[family.key_norm], config.rms_norm_eps)
-    start = 0 if cache is None else cache.length
-    cos, sin = rotary.slice(start, length)
-    query = rotate(query.transpose(1, 2), cos, sin)
-    key = rotate(key.transpose(1, 2), cos, sin)
-    if cache is not None:
-        key, value = cache.append(index, key, value)
-    window = config.sliding_window if config.sliding_layers and config.sliding_layers[index] else None
-    mixed = attend(query, key, value, window)
+    normed = rms_norm(hidden, layer.tensors[family.input_norm], config.rms_norm_eps)
+    if config.is_delta(index):
+        mixed = mix_delta(normed, layer, index, blueprint, cache)
+    else:
+        mix = mix_grouped if config.latent is None else mix_latent
+        mixed = mix(normed, layer, index, blueprint, rotary, cache)
     (attention,) = layer.groups[Stream.ATTENTION_OUTPUT](mixed)
-    hidden = hidden + attention
-    normed = rms_norm(hidden, layer.norms[family.mlp_norm], config.rms_norm_eps)
-    gate, up = layer.groups[Stream.MLP_INPUT](normed)
-    (down,) = layer.groups[Stream.MLP_HIDDEN](_activation(gate, config.activation) * up)
-    return hidden + down
+    if family.attention_output_norm is not None:
+        attention = rms_norm(attention, layer.tensors[family.attention_output_norm], config.rms_norm_eps)
+    return hidden + attention
+
+
+def mlp_input(hidden: Tensor, layer: Layer, blueprint: Blueprint) -> Tensor:
+    """The norm in front of the MLP: what it, its router and its experts read. [..., hidden_size]."""
+    return rms_norm(hidden, layer.tensors[blueprint.family.mlp_norm], blueprint.config.rms_norm_eps)
+
+
+def run_mlp(hidden: Tensor, layer: Layer, index: int, blueprint: Blueprint) -> Tensor:
+    """The second half of a layer: hidden + its dense MLP or its experts, [B, T, hidden_size] (a new tensor)."""
+    normed = mlp_input(hidden, layer, blueprint)
+    if blueprint.sparse(index) is None:
+        return hidden + dense_mlp(normed, layer, blueprint)
+    assert layer.experts is not None
+    rows = normed.flatten(0, -2)
+    routing = route(rows, layer, index, blueprint)
+    mixed = run_experts(rows, routing, layer.experts, blueprint.config.activation).view_as(hidden)
+    if Stream.SHARED_INPUT in layer.groups:
+        mixed += shared_expert(normed, layer, blueprint)
+    return mixed.add_(hidden)
+
+
+def dense_mlp(x: Tensor, layer: Layer, blueprint: Blueprint) -> Tensor:
+    """x: [..., hidden_size], normed -> what a dense MLP adds, of the same shape."""
+    config, family = blueprint.config, blueprint.family
+    outputs = layer.groups[Stream.MLP_INPUT](x)
+    gate, up = outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs
+    (down,) = layer.groups[Stream.MLP_HIDDEN](activate(gate, config.activation) * up)
+    if family.mlp_output_norm is not None:
+        down = rms_norm(down, layer.tensors[family.mlp_output_norm], config.rms_norm_eps)
+    return down
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +95,28 @@ class Model:
     layers: tuple[Layer, ...]
     final_norm: Tensor
     head: LinearGroup  # over the embedding itself when tied
-    rotary: RotaryTable
+    rotary: LayerRotary
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that take part, each counted once."""
-        tied = isinstance(self.head, PlainGroup) and self.head.weight.data_ptr() == self.embedding.data_ptr()
+        """Bytes of the linears and the embedding, each counted once, all experts included."""
+        head = self.head.inner if isinstance(self.head, CappedGroup) else self.head
+        tied = isinstance(head, PlainGroup) and head.weight.data_ptr() == self.embedding.data_ptr()
         linears = sum(group.nbytes for layer in self.layers for group in layer.groups.values())
-        return linears + self.head.nbytes + (0 if tied else self.embedding.nbytes)
+        experts = sum(
+            layer.experts.nbytes for layer in self.layers if isinstance(layer.experts, ResidentExperts)
+        )
+        return linears + experts + self.head.nbytes + (0 if tied else self.embedding.nbytes)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        config = self.blueprint.config
-        return KVCache(config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim)
+        return KVCache(self.blueprint.config, batch, capacity)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: KVCache | None = None, last_only: bool = False) -> Tensor:
         """tokens: [B, T] int64 -> logits [B, T, vocab] float32, or [B, 1, vocab] with `last_only`."""
         hidden = self.embedding[tokens]
+        if self.blueprint.family.scaled_embedding:
+            hidden = hidden * self.blueprint.embedding_scale
         for index, layer in enumerate(self.layers):
             hidden = run_layer(hidden, layer, index, self.blueprint, self.rotary, cache)
         if cache is not None:

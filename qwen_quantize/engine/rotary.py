@@ -7,11 +7,15 @@ import math
 import torch
 from torch import Tensor
 
-from qwen_quantize.models.config import RopeConfig
+from qwen_quantize.models.config import ModelConfig
+from qwen_quantize.models.rope import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """[rotary_dim / 2] float32 angular steps per position, after the variant's scaling."""
+def inverse_frequencies(rope: RopeConfig, head_dim: int, tokens: int = 0) -> Tensor:
+    """[rotary_dim / 2] float32 angular steps per position, after the variant's scaling.
+
+    tokens: the length of the text, which decides between the two sets of factors of `longrope`.
+    """
     dim = rope.rotary_dim(head_dim)
     steps = torch.arange(0, dim, 2, dtype=torch.int64).float()
     inverse = 1.0 / (rope.theta ** (steps / dim))
@@ -22,6 +26,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             return _llama3(inverse, rope)
         case "yarn":
             return _yarn(inverse, rope, dim)
+        case "longrope":
+            long = tokens > rope.original_max_position
+            factors = torch.tensor(rope.long_factors if long else rope.short_factors)
+            return 1.0 / (factors * rope.theta ** (steps / dim))
     return inverse
 
 
@@ -58,17 +66,26 @@ def _yarn(inverse: Tensor, rope: RopeConfig, dim: int) -> Tensor:
 
 
 class RotaryTable:
-    """cos and sin for positions, computed once and grown when a longer context comes."""
+    """cos and sin for positions, computed once and grown when a longer context comes.
 
-    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+    With `longrope` a call that reaches past `original_max_position` takes the long factors for all its
+    positions, as transformers does; keys that a cache holds from before keep the short ones.
+    """
+
+    def __init__(self, rope: RopeConfig, head_dim: int, tokens: int = 0) -> None:
         self.rope = rope
-        self.inverse = inverse_frequencies(rope, head_dim)
+        self.inverse = inverse_frequencies(rope, head_dim, tokens)
         self.cos = torch.empty(0)
         self.sin = torch.empty(0)
+        self._longer: RotaryTable | None = None
+        if rope.kind == "longrope" and tokens <= rope.original_max_position:
+            self._longer = RotaryTable(rope, head_dim, rope.original_max_position + 1)
 
     def slice(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [length, rotary_dim], for positions start .. start + length - 1."""
         end = start + length
+        if self._longer is not None and end > self.rope.original_max_position:
+            return self._longer.slice(start, length)
         if self.cos.shape[0] < end:
             size = max(end, 2 * self.cos.shape[0])
             angles = torch.outer(torch.arange(size, dtype=torch.float32), self.inverse)
@@ -78,13 +95,36 @@ class RotaryTable:
         return self.cos[start:end], self.sin[start:end]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [B, heads, T, head_dim]; cos, sin: [T, rotary_dim]; the two halves of a head form the pairs."""
+class LayerRotary:
+    """The rotary table of each layer; layers with a sliding window may have one of their own."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._table = RotaryTable(config.rope, config.rotary_head_dim)
+        self._local = self._table
+        if config.local_rope is not None:
+            self._local = RotaryTable(config.local_rope, config.rotary_head_dim)
+        self._sliding = config.sliding_layers
+
+    def slice(self, layer: int, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [length, rotary_dim], for a layer's positions start .. start + length - 1."""
+        local = bool(self._sliding) and self._sliding[layer]
+        return (self._local if local else self._table).slice(start, length)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x: [B, heads, T, head_dim] -> the same shape; cos, sin: [T, rotary_dim].
+
+    The two halves of the rotated part form the pairs, or neighbours if `interleaved`; those leave as halves,
+    which is the same to a product of queries and keys that both come from here.
+    """
     dim = cos.shape[-1]
     half = dim // 2
     # Both halves of cos (and of sin) are equal; writing into halves saves two copies of x.
     cosine, sine = cos[..., :half], sin[..., :half]
-    first, second = x[..., :half], x[..., half:dim]
+    if interleaved:
+        first, second = x[..., 0:dim:2], x[..., 1:dim:2]
+    else:
+        first, second = x[..., :half], x[..., half:dim]
     turned = torch.empty_like(x)
     torch.mul(first, cosine, out=turned[..., :half]).addcmul_(second, sine, value=-1)
     torch.mul(second, cosine, out=turned[..., half:dim]).addcmul_(first, sine)

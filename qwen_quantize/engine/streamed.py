@@ -1,28 +1,45 @@
-"""A model run one layer at a time over many windows: memory holds one layer, never the model."""
+"""A model run one layer at a time over many windows: memory holds one layer, never the model.
+
+Of a sparse layer it holds one routed expert: batches of windows run inside for everything else, and experts
+outside, so that each is read once per layer however many windows there are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 from torch.nn import functional
 
+from qwen_quantize.engine.experts import Routing, route, run_experts, shared_expert
+from qwen_quantize.engine.layer import Layer, rms_norm
 from qwen_quantize.engine.linear import ActivationCast, LinearGroup
 from qwen_quantize.engine.load import ModelReader
-from qwen_quantize.engine.model import Layer, rms_norm, run_layer
+from qwen_quantize.engine.model import mlp_input, run_attention, run_layer
+from qwen_quantize.models.blueprint import Stream
+
+_TOKENS_PER_BATCH = 4096
 
 
 class StreamedModel:
-    """Holds at most one open layer or the head. `cast` makes quantized linears compute as the chip does."""
+    """Holds at most one open layer or the head. `cast` makes quantized linears compute as the chip does.
+
+    last_routing: the experts that the open layer's last run chose, [tokens, k] int64, sorted in each row;
+    None before it ran, and for a dense layer.
+    """
 
     def __init__(self, reader: ModelReader, cast: ActivationCast | None = None) -> None:
         self.reader = reader
         self.cast = cast
+        self.last_routing: Tensor | None = None
         self._layer: Layer | None = None
         self._index = -1
         self._head: tuple[Tensor, LinearGroup] | None = None
 
     @property
     def num_layers(self) -> int:
-        return self.reader.blueprint.config.num_layers
+        return self.reader.blueprint.num_layers
 
     @property
     def vocab_size(self) -> int:
@@ -33,16 +50,54 @@ class StreamedModel:
 
     def open_layer(self, index: int) -> None:
         self._layer = None  # freed before the next one is read
+        self.last_routing = None
         self._layer = self.reader.read_layer(index, self.cast)
         self._index = index
 
     def run_layer(self, hidden: Tensor) -> Tensor:
-        if self._layer is None:
+        """hidden: any number of windows [n, T, hidden_size] -> the same shape (a new tensor)."""
+        layer, index, reader = self._layer, self._index, self.reader
+        if layer is None:
             raise ValueError("open_layer comes before run_layer")
-        return run_layer(hidden, self._layer, self._index, self.reader.blueprint, self.reader.rotary)
+        windows = max(1, _TOKENS_PER_BATCH // hidden.shape[1])
+        if reader.blueprint.sparse(index) is not None:
+            return self._run_sparse(hidden, layer, windows)
+        if hidden.shape[0] <= windows:
+            return run_layer(hidden, layer, index, reader.blueprint, reader.rotary)
+        after = torch.empty_like(hidden)
+        for source, target in _batches(windows, hidden, after):
+            target.copy_(run_layer(source, layer, index, reader.blueprint, reader.rotary))
+        return after
+
+    def _run_sparse(self, hidden: Tensor, layer: Layer, windows: int) -> Tensor:
+        index, blueprint, rotary = self._index, self.reader.blueprint, self.reader.rotary
+        assert layer.experts is not None
+        attended = torch.empty_like(hidden)
+        routings = []
+        for source, target in _batches(windows, hidden, attended):
+            target.copy_(run_attention(source, layer, index, blueprint, rotary))
+            normed = mlp_input(target, layer, blueprint).flatten(0, 1)
+            routings.append(route(normed, layer, index, blueprint))
+        routing = Routing(
+            torch.cat([part.indices for part in routings]), torch.cat([part.weights for part in routings])
+        )
+        self.last_routing = routing.indices.sort(dim=-1).values
+        mixed = run_experts(
+            attended.flatten(0, 1),
+            routing,
+            layer.experts,
+            blueprint.config.activation,
+            prepare=lambda rows: mlp_input(rows, layer, blueprint),
+        ).view_as(attended)
+        for target, residual in _batches(windows, mixed, attended):
+            if Stream.SHARED_INPUT in layer.groups:
+                target += shared_expert(mlp_input(residual, layer, blueprint), layer, blueprint)
+            target += residual
+        return mixed
 
     def open_head(self) -> None:
         self._layer = None
+        self.last_routing = None
         self._head = self.reader.read_head(self.cast)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
@@ -52,3 +107,8 @@ class StreamedModel:
         normed = rms_norm(hidden, norm, self.reader.blueprint.config.rms_norm_eps)
         (logits,) = head(normed)
         return functional.log_softmax(logits, dim=-1)
+
+
+def _batches(windows: int, first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two tensors [n, T, hidden_size] side by side, in views of at most `windows` windows."""
+    return zip(torch.split(first, windows), torch.split(second, windows), strict=True)

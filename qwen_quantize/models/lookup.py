@@ -8,11 +8,39 @@ from typing import Any
 
 from qwen_quantize.errors import UserError
 from qwen_quantize.models.blueprint import Blueprint, Family
-from qwen_quantize.models.config import parse_model_config, shown
+from qwen_quantize.models.config import parse_model_config
+from qwen_quantize.models.config_values import shown
+from qwen_quantize.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32
+from qwen_quantize.models.gemma import GEMMA2, GEMMA3
+from qwen_quantize.models.glm import GLM, GLM4
 from qwen_quantize.models.llama import LLAMA
-from qwen_quantize.models.qwen import QWEN2, QWEN3
+from qwen_quantize.models.mistral import MISTRAL
+from qwen_quantize.models.mixtral import MIXTRAL
+from qwen_quantize.models.phi import PHI3
+from qwen_quantize.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from qwen_quantize.models.qwen_hybrid import QWEN3_NEXT, QWEN35, QWEN35_MOE, QWEN35_VISION
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GEMMA2,
+    GEMMA3,
+    GLM,
+    GLM4,
+    PHI3,
+    QWEN3_NEXT,
+    QWEN35,
+    QWEN35_VISION,
+    QWEN35_MOE,
+)
 
 BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 
@@ -34,7 +62,7 @@ def find_blueprint(config: Mapping[str, Any]) -> Blueprint | None:
     family = BY_ARCHITECTURE.get(architecture)
     if family is None:
         return None
-    return Blueprint(family, parse_model_config(config, architecture))
+    return Blueprint(family, parse_model_config(config, architecture, family.rules))
 
 
 def require_blueprint(config: Mapping[str, Any]) -> Blueprint:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from qwen_quantize.checkpoint.layouts import BlockFp8Config, parse_quantization_config
 from qwen_quantize.engine.rotary import inverse_frequencies
 from qwen_quantize.errors import UserError
-from qwen_quantize.models.config import ModelConfig, RopeConfig
+from qwen_quantize.models.config import ModelConfig
 from qwen_quantize.models.lookup import require_blueprint
+from qwen_quantize.models.rope import RopeConfig
 
 LLAMA31: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -434,8 +435,8 @@ def accept_or_refuse(config: dict[str, Any]) -> None:
     if isinstance(found, str):
         assert found.startswith("config.json")
         assert "\n" not in found
-    elif found.head_dim <= 4096:
-        frequencies = inverse_frequencies(found.rope, found.head_dim)
+    elif found.rotary_head_dim <= 4096:
+        frequencies = inverse_frequencies(found.rope, found.rotary_head_dim)
         assert torch.isfinite(frequencies).all()
         assert (frequencies > 0).all()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from qwen_quantize.errors import UserError
 from qwen_quantize.models.lookup import FAMILIES, find_blueprint, require_blueprint
-from qwen_quantize.pipeline.selection import select_linears
+from qwen_quantize.pipeline.selection import Candidates, candidates_of, select_linears
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 100,
     "hidden_size": 64,
@@ -19,24 +21,43 @@ CONFIG = {
     "head_dim": 32,
     "tie_word_embeddings": False,
 }
+# Sizes of sparse layers and latents under every family's keys.
+SPARSE = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
+def candidates(config: dict[str, Any] = CONFIG) -> Candidates:
+    return candidates_of(require_blueprint(config), ())
 
 
 def test_default_selection_is_the_fields_custom() -> None:
-    selection = select_linears(require_blueprint(CONFIG), (), ())
+    selection = select_linears(candidates(), (), ())
     assert len(selection.quantized) == 14
     assert selection.kept == ("lm_head",)
 
 
 def test_ignore_by_glob_name_and_expression() -> None:
-    blueprint = require_blueprint(CONFIG)
-    assert len(select_linears(blueprint, ("model.layers.0.*",), ()).quantized) == 7
-    assert len(select_linears(blueprint, ("down_proj",), ()).quantized) == 12
-    assert len(select_linears(blueprint, (r"re:\.1\.mlp\.(gate|up)_proj$",), ()).quantized) == 12
+    assert len(select_linears(candidates(), ("model.layers.0.*",), ()).quantized) == 7
+    assert len(select_linears(candidates(), ("down_proj",), ()).quantized) == 12
+    assert len(select_linears(candidates(), (r"re:\.1\.mlp\.(gate|up)_proj$",), ()).quantized) == 12
 
 
 def test_include_wins_over_ignore() -> None:
-    blueprint = require_blueprint(CONFIG)
-    selection = select_linears(blueprint, ("down_proj",), ("model.layers.1.mlp.down_proj", "lm_head"))
+    selection = select_linears(candidates(), ("down_proj",), ("model.layers.1.mlp.down_proj", "lm_head"))
     assert "model.layers.1.mlp.down_proj" in selection.quantized
     assert "lm_head" in selection.quantized
     assert selection.kept == ("model.layers.0.mlp.down_proj",)
@@ -56,12 +77,12 @@ def test_include_wins_over_ignore() -> None:
 )
 def test_patterns_that_cannot_be_meant(ignore: tuple[str, ...], include: tuple[str, ...], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        select_linears(require_blueprint(CONFIG), ignore, include)
+        select_linears(candidates(), ignore, include)
 
 
 def test_a_tied_head_cannot_be_quantized() -> None:
     with pytest.raises(UserError, match="tied"):
-        select_linears(require_blueprint({**CONFIG, "tie_word_embeddings": True}), (), ("lm_head",))
+        select_linears(candidates({**CONFIG, "tie_word_embeddings": True}), (), ("lm_head",))
 
 
 def test_expected_tensors_follow_the_config() -> None:
@@ -77,7 +98,9 @@ def test_expected_tensors_follow_the_config() -> None:
 def test_every_family_is_found_by_each_of_its_architectures() -> None:
     for family in FAMILIES:
         for architecture in family.architectures:
-            found = find_blueprint({**CONFIG, "architectures": [architecture]})
+            config = {**CONFIG, **SPARSE}
+            # Families that also see keep the text model's settings in an object of their own.
+            found = find_blueprint({**config, "text_config": config, "architectures": [architecture]})
             assert found is not None
             assert found.family is family
 

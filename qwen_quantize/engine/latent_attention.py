@@ -1,0 +1,125 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Keys and values are expanded from a latent that all heads share; a small part of each key carries the position
+and is the same for all heads. The cache holds expanded keys and values: every token is expanded once, by the
+same linear (and cast) as without a cache. Storing latents would take less memory and a product more per step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qwen_quantize.engine.attention import attend, visible
+from qwen_quantize.engine.kv_cache import KVCache
+from qwen_quantize.engine.layer import Layer, rms_norm
+from qwen_quantize.engine.rotary import LayerRotary, rotate
+from qwen_quantize.engine.sparse_index import index_scores, select_tokens
+from qwen_quantize.models.blueprint import Blueprint, Stream
+
+_KEY_NORM_EPSILON = 1e-6
+
+
+def mix_latent(
+    normed: Tensor,
+    layer: Layer,
+    index: int,
+    blueprint: Blueprint,
+    rotary: LayerRotary,
+    cache: KVCache | None,
+) -> Tensor:
+    """normed: [B, T, hidden_size] -> what the output projection reads, [B, T, heads * value_dim]."""
+    config, family, latent = blueprint.config, blueprint.family, blueprint.config.latent
+    assert latent is not None
+    assert family.key_value_latent_norm is not None
+    batch, length, _ = normed.shape
+    query, compressed, *index_key = layer.groups[Stream.ATTENTION_INPUT](normed)
+    index_query: list[Tensor] = []
+    if latent.query_rank is not None:
+        assert family.query_latent_norm is not None
+        query = rms_norm(query, layer.tensors[family.query_latent_norm], latent.norm_eps)
+        query, *index_query = layer.groups[Stream.QUERY_LATENT](query)
+    query = query.view(batch, length, config.num_heads, latent.key_dim).transpose(1, 2)
+    shared, positional = torch.split(compressed, [latent.key_value_rank, latent.rotary_dim], dim=-1)
+    shared = rms_norm(shared, layer.tensors[family.key_value_latent_norm], latent.norm_eps)
+    (expanded,) = layer.groups[Stream.KEY_VALUE_LATENT](shared)
+    expanded = expanded.view(batch, length, config.num_heads, -1).transpose(1, 2)
+    free, value = torch.split(expanded, [latent.position_free_dim, latent.value_dim], dim=-1)
+
+    cos, sin = rotary.slice(index, 0 if cache is None else cache.length, length)
+    query = torch.cat(
+        (
+            query[..., : latent.position_free_dim],
+            rotate(query[..., latent.position_free_dim :], cos, sin, config.rope.interleaved),
+        ),
+        dim=-1,
+    )
+    positional = rotate(positional.unsqueeze(1), cos, sin, config.rope.interleaved)
+    key = torch.cat((free, positional.expand(-1, config.num_heads, -1, -1)), dim=-1)
+    if cache is not None:
+        key, value = cache.append(index, key, value)
+    chosen = None
+    if config.indexer is not None:
+        inputs = (normed, index_query[0], index_key[0])
+        chosen = _choose_tokens(inputs, (cos, sin), layer, index, blueprint, cache)
+    return _attend_padded(query, key, value, config.softmax_scale, chosen)
+
+
+def _choose_tokens(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    turn: tuple[Tensor, Tensor],
+    layer: Layer,
+    index: int,
+    blueprint: Blueprint,
+    cache: KVCache | None,
+) -> Tensor | None:
+    """[B, T, S] bool, the tokens that the indexer lets each query see; None where it leaves none out.
+
+    inputs: (normed hidden states, the indexer's queries, its keys), straight from their linears; turn: cos and
+    sin, which here turn the two halves of the rotated part, whatever attention does.
+    """
+    names, indexer = blueprint.family.indexer, blueprint.config.indexer
+    assert names is not None
+    assert indexer is not None
+    normed, query, key = inputs
+    batch, length, _ = normed.shape
+    key = functional.layer_norm(
+        key,
+        (indexer.head_dim,),
+        layer.tensors[names.key_norm],
+        layer.tensors[names.key_norm_bias],
+        _KEY_NORM_EPSILON,
+    )
+    key = rotate(key.unsqueeze(1), *turn).squeeze(1)
+    if cache is not None:
+        key = cache.append_index(index, key)
+    if key.shape[1] <= indexer.top_k:
+        return None
+    query = query.view(batch, length, indexer.heads, indexer.head_dim).transpose(1, 2)
+    query = rotate(query, *turn).transpose(1, 2)
+    weights = functional.linear(normed, layer.tensors[names.weights])
+    return select_tokens(
+        index_scores(query, key, weights), visible(length, key.shape[1], None), indexer.top_k
+    )
+
+
+def _attend_padded(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, chosen: Tensor | None
+) -> Tensor:
+    """`attend`, with values as long as keys while it runs.
+
+    torch's attention on the CPU takes only heads of one size in blocks; otherwise it holds the scores of all
+    heads at once, which are gigabytes at 128 heads. Zeros behind the values (or keys) change no result.
+    """
+    batch, heads, length, key_dim = query.shape
+    value_dim = value.shape[-1]
+    if value_dim < key_dim:
+        value = functional.pad(value, (0, key_dim - value_dim))
+    elif value_dim > key_dim:
+        query = functional.pad(query, (0, value_dim - key_dim))
+        key = functional.pad(key, (0, value_dim - key_dim))
+    mixed = attend(query, key, value, None, scale, chosen)
+    if value_dim >= key_dim:
+        return mixed
+    return mixed.view(batch, length, heads, key_dim)[..., :value_dim].reshape(batch, length, -1)
