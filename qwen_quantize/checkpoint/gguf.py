@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,9 @@ _PLAIN: dict[gguf.GGMLQuantizationType, np.dtype[Any]] = {
     gguf.GGMLQuantizationType.I8: np.dtype("i1"),
     gguf.GGMLQuantizationType.I16: np.dtype("<i2"),
     gguf.GGMLQuantizationType.I32: np.dtype("<i4"),
+    gguf.GGMLQuantizationType.I64: np.dtype("<i8"),
 }
+_INTEGERS = frozenset(kind.name for kind in _PLAIN)
 
 
 class GgufSource:
@@ -54,6 +57,11 @@ class GgufSource:
             if name != ROPE_FACTORS:
                 self._tensors[hugging_face_name(self._header, name)] = tensor
 
+    @property
+    def lossy_types(self) -> tuple[str, ...]:
+        found = {tensor.type.name: _bits_per_element(tensor) for tensor in self._tensors.values()}
+        return tuple(sorted(name for name, bits in found.items() if bits < 16 and name not in _INTEGERS))
+
     def names(self) -> tuple[str, ...]:
         return tuple(self._tensors)
 
@@ -67,25 +75,40 @@ class GgufSource:
         return self._tensors[name]
 
     def read(self, name: str) -> Tensor:
-        tensor = self._find(name)
-        values = self._rows(tensor, 0, _row_count(tensor)).reshape(tensor.shape)
-        heads = self._permuted_heads(name)
-        if heads is not None:
-            if values.shape[0] % (2 * heads):
-                raise UserError(
-                    f"{self.path}: tensor {tensor.name!r} has {values.shape[0]} rows, which {heads} heads "
-                    "cannot share; the header belongs to another model, download the file again"
-                )
-            values = unpermute(values, heads)
-        return torch.from_numpy(np.ascontiguousarray(values))
+        return self.read_rows(name, 0, self._find(name).shape[0])
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         tensor = self._find(name)
         if not 0 <= start <= stop <= tensor.shape[0]:
             raise ValueError(f"rows [{start}, {stop}) do not exist in {name!r} of shape {list(tensor.shape)}")
-        if len(tensor.shape) != 2 or self._permuted_heads(name) is not None:
-            return self.read(name)[start:stop].clone()
-        return torch.from_numpy(self._rows(tensor, start, stop))
+        head_rows = self._head_rows(name, tensor)
+        if head_rows is None:
+            values = self._entries(tensor, start, stop)
+        else:  # rows move within their head only
+            first, last = start // head_rows, -(-stop // head_rows)
+            stored = self._entries(tensor, first * head_rows, last * head_rows)
+            values = unpermute(stored, max(last - first, 1))[start - first * head_rows :][: stop - start]
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+    def _head_rows(self, name: str, tensor: GgufTensor) -> int | None:
+        """Rows of one attention head where the file keeps them in another order, else None."""
+        heads = self._permuted_heads(name)
+        if heads is None:
+            return None
+        rows = tensor.shape[0]
+        if rows % (2 * heads):
+            raise UserError(
+                f"{self.path}: tensor {tensor.name!r} has {rows} rows, which {heads} heads cannot share; the "
+                "header belongs to another model, download the file again"
+            )
+        return rows // heads
+
+    def _entries(self, tensor: GgufTensor, start: int, stop: int) -> _Array:
+        """[start, stop) along the first dimension; a vector is one row of the file and is read whole."""
+        if len(tensor.shape) == 1:
+            return self._rows(tensor, 0, 1).reshape(-1)[start:stop]
+        inner = math.prod(tensor.shape[1:-1])
+        return self._rows(tensor, start * inner, stop * inner).reshape(stop - start, *tensor.shape[1:])
 
     def _permuted_heads(self, name: str) -> int | None:
         if self._architecture.permuted:
@@ -147,8 +170,9 @@ class GgufSource:
         return digest.hexdigest()
 
 
-def _row_count(tensor: GgufTensor) -> int:
-    return int(np.prod(tensor.shape[:-1], dtype=np.int64))
+def _bits_per_element(tensor: GgufTensor) -> float:
+    block, nbytes = gguf.GGML_QUANT_SIZES[tensor.type]
+    return 8 * float(nbytes) / float(block)
 
 
 def unpermute(values: _Array, heads: int) -> _Array:

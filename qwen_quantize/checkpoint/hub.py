@@ -7,7 +7,8 @@ from pathlib import Path
 
 from qwen_quantize.errors import UserError
 
-ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*")
+_WEIGHTS = "*.safetensors"
+ALLOWED_FILES = (_WEIGHTS, "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*")
 # Sub-folders and `consolidated` files hold the same weights again in a publisher's own layout.
 IGNORED_FILES = ("*/*", "consolidated*")
 
@@ -19,8 +20,11 @@ def is_hub_id(text: str) -> bool:
     return _HUB_ID.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
-def download(hub_id: str) -> Path:
-    """The local folder of a hub model, downloaded where the cache lacks it; UserError if it cannot be had."""
+def download(hub_id: str, *, weights: bool = True) -> Path:
+    """The local folder of a hub model, downloaded where the cache lacks it; UserError if it cannot be had.
+
+    weights: False leaves the shards out, which a plan does not need.
+    """
     from huggingface_hub import snapshot_download
 
     # HTTPError is that of whichever HTTP library the hub client was built on.
@@ -32,10 +36,9 @@ def download(hub_id: str) -> Path:
     )
 
     tried = f"there is no local folder {hub_id!r}, and the hub"
+    wanted = [pattern for pattern in ALLOWED_FILES if weights or pattern != _WEIGHTS]
     try:
-        return Path(
-            snapshot_download(hub_id, allow_patterns=list(ALLOWED_FILES), ignore_patterns=list(IGNORED_FILES))
-        )
+        return Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=list(IGNORED_FILES)))
     except GatedRepoError as error:
         raise UserError(
             f"{tried} model {hub_id!r} is gated; accept its terms on the hub and log in with `hf auth login`"

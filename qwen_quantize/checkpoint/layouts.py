@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qwen_quantize.checkpoint.compressed_config import CompressedTensors, parse_compressed_tensors
 from qwen_quantize.errors import UserError
-from qwen_quantize.models.config import shown
+from qwen_quantize.models.config_values import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,16 @@ _READABLE: dict[str, tuple[str, ...]] = {
 _LARGEST_BLOCK = 65_536
 
 
+def parse_quantization(config: Mapping[str, Any]) -> BlockFp8Config | CompressedTensors | None:
+    """What config.json says of quantized weights: None for plain ones; UserError for an unreadable scheme."""
+    found = config.get("quantization_config")
+    if isinstance(found, Mapping) and found.get("quant_method") == "compressed-tensors":
+        return parse_compressed_tensors(found)
+    return parse_quantization_config(config)
+
+
 def parse_quantization_config(config: Mapping[str, Any]) -> BlockFp8Config | None:
-    """None for an unquantized checkpoint; UserError for a scheme that cannot be read."""
+    """The block FP8 of config.json, None for an unquantized checkpoint; UserError for any other scheme."""
     found = config.get("quantization_config")
     if found is None:
         return None
@@ -88,7 +97,8 @@ def parse_quantization_config(config: Mapping[str, Any]) -> BlockFp8Config | Non
     method = found.get("quant_method")
     if method != "fp8":
         raise UserError(
-            f"config.json: checkpoints with quant_method {shown(method)} cannot be read; block FP8 ('fp8') can"
+            f"config.json: checkpoints with quant_method {shown(method)} cannot be read; block FP8 ('fp8') and "
+            "'compressed-tensors' can"
         )
     for key, allowed in _READABLE.items():
         value = found.get(key)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qwen_quantize.checkpoint.direct_io import LEAST_BYTES, read_range
 from qwen_quantize.checkpoint.json_file import read_object
-from qwen_quantize.checkpoint.local_files import contained_file, find_side_files
+from qwen_quantize.checkpoint.local_files import contained_file, find_side_files, is_plain_name
+from qwen_quantize.checkpoint.positioned_reads import PositionedReads
 from qwen_quantize.checkpoint.safetensors_header import SafetensorsHeader, StoredTensor, read_header
 from qwen_quantize.checkpoint.tensor_info import DTYPES, TensorInfo, torch_shape
 from qwen_quantize.errors import UserError
@@ -48,6 +52,12 @@ class SafetensorsFolder:
             contained_file(folder, "config.json"), MAX_CONFIG_BYTES, allow_infinite=True
         )
         self._headers, self._tensors = _open_shards(folder, present)
+        self._files = PositionedReads()
+        self._once = False
+
+    @property
+    def lossy_types(self) -> tuple[str, ...]:
+        return ()
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._tensors)
@@ -77,30 +87,58 @@ class SafetensorsFolder:
         data = self._read_bytes(stored, start * row_bytes, (stop - start) * row_bytes)
         return _as_tensor(data, info, torch_shape(info.dtype, (stop - start, *info.shape[1:])))
 
+    def read_into(self, name: str, skip: int, buffer: Tensor) -> None:
+        """Fill `buffer`, contiguous uint8 on the CPU, with the tensor's stored bytes from byte `skip` on.
+
+        Nothing of the tensor's size is allocated, and several threads may read at once. ValueError where the
+        buffer is of another kind or reaches past the tensor; UserError as for `read`.
+        """
+        stored = self._find(name)
+        if buffer.dtype != torch.uint8 or buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise ValueError(f"the buffer must be contiguous uint8 on the CPU, not {buffer.dtype}")
+        if not 0 <= skip <= skip + buffer.numel() <= stored.info.nbytes:
+            raise ValueError(
+                f"bytes [{skip}, {skip + buffer.numel()}) do not exist in {name!r} of {stored.info.nbytes} bytes"
+            )
+        self._fill(stored, skip, buffer)
+
+    def read_once(self) -> SafetensorsFolder:
+        """The same checkpoint for a reader that needs each byte once: large reads leave the page cache as it is."""
+        other = copy.copy(self)
+        other._once = True
+        return other
+
     def _read_bytes(self, stored: StoredTensor, skip: int, nbytes: int) -> Tensor:
-        data = torch.empty(nbytes, dtype=torch.uint8)
-        view = data.numpy().data
-        file = stored.info.file
-        try:
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                done = 0
-                while done < nbytes:
-                    got = os.preadv(descriptor, [view[done:]], stored.begin + skip + done)
-                    if got == 0:
-                        raise UserError(
-                            f"{file}: tensor {stored.info.name!r} ends after {skip + done} of its "
-                            f"{stored.info.nbytes} bytes: the file was cut since it was opened; "
-                            "download it again"
-                        )
-                    done += got
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise UserError(
-                f"{file}: tensor {stored.info.name!r} cannot be read: {error.strerror}"
-            ) from error
+        if not self._once or nbytes < LEAST_BYTES:
+            data = torch.empty(nbytes, dtype=torch.uint8)
+            self._fill(stored, skip, data)
+            return data
+        with self._named_errors(stored):
+            data, done = read_range(stored.info.file, stored.begin + skip, nbytes)
+        self._require(stored, skip, nbytes, done)
         return data
+
+    def _fill(self, stored: StoredTensor, skip: int, buffer: Tensor) -> None:
+        with self._named_errors(stored):
+            view = buffer.view(-1).numpy().data
+            done = self._files.read_into(stored.info.file, stored.begin + skip, view)
+        self._require(stored, skip, buffer.numel(), done)
+
+    @contextmanager
+    def _named_errors(self, stored: StoredTensor) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            info = stored.info
+            raise UserError(f"{info.file}: tensor {info.name!r} cannot be read: {error.strerror}") from error
+
+    def _require(self, stored: StoredTensor, skip: int, nbytes: int, done: int) -> None:
+        info = stored.info
+        if done < nbytes:
+            raise UserError(
+                f"{info.file}: tensor {info.name!r} ends after {skip + done} of its {info.nbytes} bytes: the "
+                "file was cut since it was opened; download it again"
+            )
 
     def side_files(self) -> Mapping[str, bytes | Path]:
         return find_side_files(self.path)
@@ -160,7 +198,7 @@ def _open_shards(
     return headers, tensors
 
 
-def _read_index(folder: Path) -> dict[str, str]:
+def _read_index(folder: Path, *, may_be_missing: bool = False) -> dict[str, str]:
     """The `weight_map`, tensor to plain file name. Its total size is not trusted and not used."""
     path = contained_file(folder, INDEX_FILE)
     weight_map = read_object(path, MAX_INDEX_BYTES).get("weight_map")
@@ -173,11 +211,41 @@ def _read_index(folder: Path) -> dict[str, str]:
         if file in checked:
             continue
         checked.add(file)
+        if may_be_missing and is_plain_name(file) and not (folder / file).exists():
+            continue
         try:
             contained_file(folder, file)
         except UserError as error:
             raise UserError(f"{path}: tensor {name!r} is in {file!r}, and {error}") from error
     return weight_map
+
+
+@dataclass(frozen=True, slots=True)
+class MissingWeights:
+    """Shards that a folder should hold and does not; weight_map: what its index says, None without one."""
+
+    files: tuple[str, ...]
+    weight_map: Mapping[str, str] | None
+
+
+def find_missing_weights(folder: Path) -> MissingWeights | None:
+    """The shards that are still to be downloaded, None where no one is missing.
+
+    A folder with an index lacks those of its files that are not there, and one without any weights lacks
+    `model.safetensors`; weights of another kind, such as pickles, count as weights.
+    """
+    try:
+        present = {entry.name for entry in folder.iterdir()}
+    except OSError as error:
+        raise UserError(f"{folder} cannot be listed: {error.strerror}") from error
+    if INDEX_FILE in present:
+        weight_map = _read_index(folder, may_be_missing=True)
+        files = tuple(sorted(set(weight_map.values()) - present))
+        return MissingWeights(files, weight_map) if files else None
+    weights = (*_PICKLES, "*.safetensors", "*.gguf")
+    if "config.json" in present and not any(fnmatch(name, kind) for name in present for kind in weights):
+        return MissingWeights((SINGLE_FILE,), None)
+    return None
 
 
 def _no_weights(folder: Path, present: list[str]) -> str:

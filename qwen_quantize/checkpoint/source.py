@@ -10,15 +10,16 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from qwen_quantize.checkpoint.hub import download, is_hub_id
-from qwen_quantize.checkpoint.safetensors_folder import SafetensorsFolder
+from qwen_quantize.checkpoint.safetensors_folder import SafetensorsFolder, find_missing_weights
 from qwen_quantize.checkpoint.tensor_info import TensorInfo
+from qwen_quantize.embedded import embedded_by_name
 from qwen_quantize.errors import UserError
 
 
 class CheckpointSource(Protocol):
     """Named tensors, a Hugging Face style config and the side files of a model; nothing is kept in memory.
 
-    path: the folder or file; kind: "safetensors" or "gguf"; config: the object of config.json.
+    path: the folder or file; kind: "safetensors", "gguf" or "planned"; config: the object of config.json.
     """
 
     @property
@@ -29,6 +30,11 @@ class CheckpointSource(Protocol):
 
     @property
     def config(self) -> dict[str, Any]: ...
+
+    @property
+    def lossy_types(self) -> tuple[str, ...]:
+        """Types of fewer than 16 bits that the file itself decodes, GGUF's; what config.json says is not here."""
+        ...
 
     def names(self) -> tuple[str, ...]:
         """All tensor names, in the order of their files and offsets."""
@@ -55,20 +61,23 @@ class CheckpointSource(Protocol):
         ...
 
 
-def open_source(path: Path | str, *, allow_download: bool = True) -> CheckpointSource:
-    """Open a folder of safetensors, a `.gguf` file, or a hub id such as `org/name`.
+def open_source(
+    path: Path | str, *, allow_download: bool = True, allow_missing_weights: bool = False
+) -> CheckpointSource:
+    """Open a folder of safetensors, a `.gguf` file, a hub id such as `org/name`, or `embedded:moe`.
 
-    Only a hub id that is no local path is looked for on the network, and only with `allow_download`.
-    Raises UserError for whatever cannot be opened.
+    Only a hub id that is no local path is looked for on the network, and only with `allow_download`. With
+    `allow_missing_weights`, a folder whose shards are not all there opens as a `PlannedSource`, which has names
+    and shapes but no data, and from the hub only the small files are fetched. Raises UserError for whatever cannot be opened.
     """
-    local = Path(path).expanduser()
+    local = embedded_by_name(str(path)) or Path(path).expanduser()
     if local.is_dir():
-        return SafetensorsFolder(local)
+        return _open_folder(local, allow_missing_weights)
     if local.is_file():
         return _open_file(local)
     if is_hub_id(str(path)):
         if allow_download:
-            return SafetensorsFolder(download(str(path)))
+            return _open_folder(download(str(path), weights=not allow_missing_weights), allow_missing_weights)
         raise UserError(
             f"there is no folder {str(path)!r}{_near(local)}, and downloading {str(path)!r} from the hub is "
             "turned off; give the path of a local model"
@@ -76,6 +85,16 @@ def open_source(path: Path | str, *, allow_download: bool = True) -> CheckpointS
     raise UserError(
         f"there is no folder or file {str(path)!r}{_near(local)}; give the path of a model folder"
     )
+
+
+def _open_folder(folder: Path, allow_missing_weights: bool) -> CheckpointSource:
+    missing = find_missing_weights(folder) if allow_missing_weights else None
+    if missing is None:
+        return SafetensorsFolder(folder)
+    # Imported here: it needs the blueprints, which opening what is there does not.
+    from qwen_quantize.checkpoint.planned_source import PlannedSource
+
+    return PlannedSource(folder, missing)
 
 
 def _open_file(path: Path) -> CheckpointSource:

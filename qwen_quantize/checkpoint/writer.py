@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from qwen_quantize.checkpoint.direct_io import ALIGNMENT, PlacedFile, aligned_bytes, read_range
 from qwen_quantize.checkpoint.disk import (
     TEMPORARY,
     disk_errors,
@@ -37,8 +39,9 @@ class OutputFolder:
     """A model folder under construction in `staging`, a hidden sibling of the target.
 
     Every shard gets its final size and header at once; `write` fills in tensors in any order and may repeat
-    one; `sync` makes them durable; `finish` renames the folder to its target. Until then the target is as it
-    was. Other parts of the program may keep files in `staging`; `finish` removes them.
+    one, `write_rows` a part of one; `sync` makes them durable; `finish` renames the folder to its target. Until
+    then the target is as it was. Other parts of the program may keep files in `staging`; `finish` removes them.
+    `write`, `write_rows`, `row_buffer`, `is_written` and `sync` may be called from several threads at once.
 
     Raises UserError when the target or the staging folder is in the way, ResumableError when the disk fails.
     """
@@ -46,7 +49,10 @@ class OutputFolder:
     def __init__(self, target: Path, plan: Sequence[ShardPlan], *, resume: bool, overwrite: bool) -> None:
         self._plan = tuple(plan)
         self._shards = {name: shard for shard in self._plan for name in shard.tensors}
-        self._descriptors: dict[str, int] = {}
+        self._open: dict[str, PlacedFile] = {}
+        self._lock = threading.Lock()  # over everything below; never held during a transfer
+        self._syncing = threading.Lock()
+        self._rows: dict[str, list[tuple[int, int]]] = {}  # the rows of unfinished tensors that are written
         self._unsynced: list[dict[str, str]] = []
         self._dirty: set[str] = set()
         self._written: set[str] = set()
@@ -128,49 +134,129 @@ class OutputFolder:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a planned tensor at its place. ValueError when name, dtype or shape are not as planned."""
-        shard = self._shards.get(name)
-        if shard is None:
-            raise ValueError(f"{name!r} is not in the plan of {self.target}")
-        planned = shard.tensors[name]
-        dtype, shape = DTYPES[planned.dtype].torch, torch_shape(planned.dtype, planned.shape)
+        planned, shape = self._planned(name)
+        dtype = DTYPES[planned.dtype].torch
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise ValueError(
                 f"{name!r} was planned as {planned.dtype} {list(planned.shape)} and came as {tensor.dtype} "
                 f"{list(tensor.shape)}"
             )
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        with disk_errors(self.target, planned.nbytes):
-            if planned.nbytes:
-                data = flat.view(torch.uint8).numpy().data
-                write_at(self._descriptor(shard.file), data, shard.offsets[name])
-                self._dirty.add(shard.file)
-        self._written.add(name)
-        self._unsynced.append({"tensor": name})
+        self._put_bytes(name, tensor, 0)
+        self._done(name, None)
+
+    def write_rows(self, name: str, start: int, tensor: Tensor) -> None:
+        """Write the rows of a planned tensor from `start` on, in any order; rows may be repeated.
+
+        The tensor counts as written when all its rows are. Fastest from a `row_buffer` of the same rows.
+        ValueError when name, dtype or shape are not as planned, or rows lie outside.
+        """
+        planned, shape = self._planned(name)
+        dtype, stop = DTYPES[planned.dtype].torch, start + (len(tensor) if tensor.dim() else 0)
+        if tensor.dtype != dtype or tensor.dim() == 0 or tuple(tensor.shape[1:]) != shape[1:] or not shape:
+            raise ValueError(
+                f"rows of {name!r}, which was planned as {planned.dtype} {list(planned.shape)}, came as "
+                f"{tensor.dtype} {list(tensor.shape)}"
+            )
+        if not 0 <= start <= stop <= shape[0]:
+            raise ValueError(f"rows [{start}, {stop}) lie outside {name!r} of shape {list(planned.shape)}")
+        self._put_bytes(name, tensor, start * self._row_bytes(planned, shape))
+        self._done(name, (start, stop))
+
+    def row_buffer(self, name: str, start: int, stop: int) -> Tensor:
+        """Room for rows [start, stop) of a planned tensor, uninitialized, where `write_rows` likes it best."""
+        planned, shape = self._planned(name)
+        if not shape or not 0 <= start <= stop <= shape[0]:
+            raise ValueError(f"rows [{start}, {stop}) lie outside {name!r} of shape {list(planned.shape)}")
+        row = self._row_bytes(planned, shape)
+        begin = self._shards[name].offsets[name] + start * row
+        room = aligned_bytes((stop - start) * row, begin % ALIGNMENT)
+        dtype = DTYPES[planned.dtype].torch
+        assert dtype is not None
+        return room.view(dtype).view(stop - start, *shape[1:])
+
+    def _planned(self, name: str) -> tuple[OutputTensor, tuple[int, ...]]:
+        """What was planned under a name, and the shape of its torch tensor."""
+        if name not in self._shards:
+            raise ValueError(f"{name!r} is not in the plan of {self.target}")
+        planned = self._shards[name].tensors[name]
+        return planned, torch_shape(planned.dtype, planned.shape)
+
+    def _row_bytes(self, planned: OutputTensor, shape: tuple[int, ...]) -> int:
+        return planned.nbytes // shape[0] if shape[0] else 0
+
+    def _put_bytes(self, name: str, tensor: Tensor, skip: int) -> None:
+        shard = self._shards[name]
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        if not data.numel():
+            return
+        with disk_errors(self.target, data.numel()):
+            self._file(shard.file).write(data, shard.offsets[name] + skip)
+        with self._lock:  # after the transfer: a sync that began before may have missed it
+            self._dirty.add(shard.file)
+
+    def _done(self, name: str, rows: tuple[int, int] | None) -> None:
+        """Note what was written; None is the whole tensor."""
+        with self._lock:
+            if rows is not None:
+                spans = _merged([*self._rows.get(name, ()), rows])
+                self._rows[name] = spans
+                if name in self._written or spans != [(0, self._planned(name)[1][0])]:
+                    return
+            self._rows.pop(name, None)
+            self._written.add(name)
+            self._unsynced.append({"tensor": name})
 
     def is_written(self, name: str) -> bool:
         """Whether the tensor was written by this run, or by the interrupted one before its last `sync`.
 
         False also when the record of the interrupted run was lost or damaged where it named the tensor.
         """
-        return name in self._written
+        with self._lock:
+            return name in self._written
 
-    def _descriptor(self, file: str) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(self.staging / file, os.O_RDWR | os.O_CLOEXEC)
-        return self._descriptors[file]
+    def read(self, name: str) -> Tensor:
+        """A written tensor, as it stands in the folder. ValueError for one that is not."""
+        planned, shape = self._planned(name)
+        if not self.is_written(name):
+            raise ValueError(f"{name!r} is not written yet")
+        shard, dtype = self._shards[name], DTYPES[planned.dtype].torch
+        assert dtype is not None
+        path = self.staging / shard.file
+        with disk_errors(path, 0, "read"):
+            data, found = read_range(path, shard.offsets[name], planned.nbytes)
+            if found < planned.nbytes:
+                raise OSError(0, "it was cut while it was written")
+        return data.view(dtype).view(shape)
+
+    def _file(self, file: str) -> PlacedFile:
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = PlacedFile(self.staging / file)
+            return self._open[file]
 
     def sync(self) -> None:
-        """Make everything written so far survive a crash of the machine."""
+        """Make everything that was written before the call survive a crash of the machine."""
+        with self._syncing:
+            with self._lock:
+                dirty, entries = self._dirty, self._unsynced
+                self._dirty, self._unsynced = set(), []
+            try:
+                self._make_durable(dirty, entries)
+            except BaseException:
+                with self._lock:
+                    self._dirty |= dirty
+                    self._unsynced[:0] = entries
+                raise
+
+    def _make_durable(self, dirty: set[str], entries: list[dict[str, str]]) -> None:
         with disk_errors(self.target, 0):
-            for file in sorted(self._dirty):
-                os.fsync(self._descriptor(file))
-            self._dirty.clear()
-            if self._unsynced:
+            for file in sorted(dirty):
+                self._file(file).sync()
+            if entries:
                 with (self.staging / _RECORD).open("ab") as record:
-                    record.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in self._unsynced))
+                    record.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
                     record.flush()
                     os.fsync(record.fileno())
-                self._unsynced.clear()
 
     def add_file(self, name: str, content: bytes | Path) -> None:
         """Put a side file into the folder under a plain name, replacing one of that name whole."""
@@ -187,8 +273,9 @@ class OutputFolder:
             else:
                 with content.open("rb") as original:
                     shutil.copyfileobj(original, file)
-        self._files.add(name)
-        self._unsynced.append({"file": name})
+        with self._lock:
+            self._files.add(name)
+            self._unsynced.append({"file": name})
 
     def write_index(self) -> None:
         """Write the index that several shards need, so that `staging` can be read as a model."""
@@ -234,9 +321,10 @@ class OutputFolder:
         self._staging.release()
 
     def _close_files(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        with self._lock:
+            for file in self._open.values():
+                file.close()
+            self._open.clear()
 
     def __enter__(self) -> OutputFolder:
         return self
@@ -248,6 +336,17 @@ class OutputFolder:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges [start, stop) in order, those that touch or overlap as one, without empty ones."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        elif start < stop:
+            merged.append((start, stop))
+    return merged
 
 
 def _record_entry(line: bytes) -> tuple[str, str] | None:

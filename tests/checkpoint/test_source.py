@@ -320,3 +320,16 @@ def test_what_is_no_hub_id_never_goes_to_the_network(text: str, monkeypatch: pyt
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(UserError, match="no folder"):
         open_source(text)
+
+
+def test_a_plan_downloads_no_weights(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot(_hub_id: str, **options: Any) -> str:
+        asked.update(options)
+        return str(single)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    open_source("org/model-7b", allow_missing_weights=True)
+    assert "*.safetensors" not in asked["allow_patterns"]
+    assert "*.json" in asked["allow_patterns"]

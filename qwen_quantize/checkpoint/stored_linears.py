@@ -1,0 +1,143 @@
+"""The linears of a checkpoint as float32, by rows, however they are stored.
+
+Nothing is kept in memory but names, so that several threads may read at once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from qwen_quantize.checkpoint.compressed_config import CompressedTensors
+from qwen_quantize.checkpoint.integer_weights import scale_integers, unpack_columns, unpack_rows
+from qwen_quantize.checkpoint.layouts import BlockFp8Config
+from qwen_quantize.checkpoint.linear_storage import PLAIN_DTYPES, LinearStorage, StoredKind, StoredLinear
+from qwen_quantize.checkpoint.source import CheckpointSource
+from qwen_quantize.errors import UserError
+from qwen_quantize.formats.block_kernels import dequantize_blocks
+from qwen_quantize.formats.tables import E4M3FN
+
+__all__ = ["PLAIN_DTYPES", "LinearReader", "StoredKind", "StoredLinear"]
+
+
+class LinearReader:
+    """Describes and reads the linears of one checkpoint; `module` is a name without `.weight`."""
+
+    def __init__(self, source: CheckpointSource) -> None:
+        self.source = source
+        self._storage = LinearStorage(source)
+
+    @property
+    def quantization(self) -> BlockFp8Config | CompressedTensors | None:
+        """What config.json says of quantized weights."""
+        return self._storage.quantization
+
+    @property
+    def loss_warning(self) -> str | None:
+        """One sentence where another tool has quantized the source; None for plain and published FP8 weights."""
+        if isinstance(self.quantization, CompressedTensors) and self.quantization.weights:
+            form = f"{self.quantization.describe()} of compressed-tensors"
+        elif self.source.lossy_types:
+            form = f"{' and '.join(self.source.lossy_types)} of GGUF"
+        else:
+            return None
+        return (
+            f"the weights of {self.source.path} have been quantized before, to {form}: what that lost is not "
+            "won back, and every error reported here is measured against those weights; start from the "
+            "original model where you can"
+        )
+
+    def companions(self) -> frozenset[str]:
+        """All scales, zero points and the like that belong to a weight and mean nothing without it."""
+        return self._storage.companions()
+
+    def describe(self, module: str, shape: tuple[int, int] | None = None) -> StoredLinear:
+        """How the linear is stored; UserError by name for whatever is missing or does not fit.
+
+        shape: (out, in) as the model has it.
+        """
+        return self._storage.describe(module, shape)
+
+    def is_quantized(self, module: str) -> bool:
+        """Whether the weight has scales, also for what is no linear; UserError where it cannot be read."""
+        return self._storage.is_quantized(module)
+
+    def read(self, module: str) -> Tensor:
+        """[out, in] float32."""
+        stored = self.describe(module)
+        return self._decode(stored, 0, stored.shape[0])
+
+    def read_rows(self, module: str, start: int, stop: int) -> Tensor:
+        """[stop - start, in] float32; for BLOCK_FP8 `start` must be the first row of a block, else ValueError."""
+        return self._decode(self.describe(module), start, stop)
+
+    def read_codes(self, module: str, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """(E4M3 codes uint8 [stop - start, in], float32 scales of the row blocks touched) of a BLOCK_FP8 linear.
+
+        ValueError for other kinds, and for a `start` inside a block.
+        """
+        return self._codes(self.describe(module), start, stop)
+
+    def _codes(self, stored: StoredLinear, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        if stored.block is None or stored.scale is None:
+            raise ValueError(f"{stored.module!r} is stored as {stored.kind}, which has no blocks")
+        rows = stored.block[0]
+        if start % rows:
+            raise ValueError(f"rows of {stored.module!r} begin at multiples of {rows}, not at {start}")
+        codes = self.source.read_rows(stored.weight, start, stop).view(torch.uint8)
+        scale = self.source.read_rows(stored.scale, start // rows, -(-stop // rows)).float()
+        return codes, scale
+
+    def _decode(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
+        match stored.kind:
+            case StoredKind.PLAIN:
+                return self.source.read_rows(stored.weight, start, stop).float()
+            case StoredKind.BLOCK_FP8:
+                assert stored.block is not None
+                codes, scale = self._codes(stored, start, stop)
+                return dequantize_blocks(codes, scale, E4M3FN, *stored.block)
+            case StoredKind.CHANNEL_FP8:
+                codes = self.source.read_rows(stored.weight, start, stop).view(torch.uint8)
+                scale = self._by_row(str(stored.scale), start, stop).contiguous()
+                return dequantize_blocks(codes, scale, E4M3FN, 1, max(stored.shape[1], 1))
+            case StoredKind.INT8 | StoredKind.INT4:
+                return self._decode_integers(stored, start, stop)
+
+    def _by_row(self, name: str, start: int, stop: int) -> Tensor:
+        """float32 [rows, groups] of a scale or zero point that may be one for all rows."""
+        if math.prod(self.source.info(name).shape) == 1:
+            return self.source.read(name).float().reshape(1, 1).expand(stop - start, 1)
+        return self.source.read_rows(name, start, stop).float().reshape(stop - start, -1)
+
+    def _decode_integers(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
+        bits = 4 if stored.kind is StoredKind.INT4 else 8
+        codes = self.source.read_rows(stored.weight, start, stop)
+        if codes.dtype == torch.int32:
+            codes = unpack_columns(codes, bits, stored.shape[1])
+        scale = self._by_row(str(stored.scale), start, stop)
+        index = None
+        if stored.group_index is not None:
+            index = self._read_index(stored.group_index, scale.shape[1])
+        zero = None
+        if stored.zero_point is not None:
+            if self.source.info(stored.zero_point).dtype == "I32":
+                first, last = start * bits // 32, -(-stop * bits // 32)
+                words = self.source.read_rows(stored.zero_point, first, last)
+                zero = unpack_rows(words, bits, start - first * 32 // bits, stop - start).float()
+            else:
+                zero = self._by_row(stored.zero_point, start, stop)
+        assert stored.group_size is not None
+        return scale_integers(codes.float(), scale, zero, stored.group_size, index)
+
+    def _read_index(self, name: str, groups: int) -> Tensor | None:
+        index = self.source.read(name).long()
+        if bool((index == -1).all()):  # never filled in: the columns are in their groups' order
+            return None
+        low, high = int(index.min()), int(index.max())
+        if low < 0 or high >= groups:
+            raise UserError(
+                f"{self.source.path}: tensor {name!r} names groups {low} .. {high}, and there are {groups}"
+            )
+        return index
