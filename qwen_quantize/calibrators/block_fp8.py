@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.error_feedback import compensated_rounding, quadratic, squared_norm
+from qwen_quantize.calibrators.error_feedback import compensated_rounding, output_error, squared_norm
 from qwen_quantize.calibrators.hessian import DAMPING
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
-from qwen_quantize.calibrators.scale_search import ScaleChoice, search_exponents
+from qwen_quantize.calibrators.scale_search import search_exponents
 from qwen_quantize.formats.block_kernels import dequantize_blocks, quantize_blocks
 from qwen_quantize.formats.blocks import block_amax, expand_scale
 from qwen_quantize.formats.spec import FloatFormat
+
+_STRIP_VALUES = 1 << 24  # of a weight that are solved together; about six copies of them live at a time
 
 
 def exact_scale(exponents: Tensor) -> Tensor:
@@ -25,15 +28,46 @@ def solve_block_fp8(problem: LayerProblem) -> LayerSolution:
     """Choose scales by search; with calibration data also round with error compensation.
 
     The objective is the output error under the second moments, or the weight error without data. What is
-    returned is never worse on it than round-to-nearest with the rceil rule, the baseline of the report.
+    returned is never worse on it than round-to-nearest with the rceil rule, the baseline of the report. Rows
+    do not depend on each other, so a large weight is solved in strips of whole blocks: memory beside weight
+    and result does not grow with it.
     """
     spec = problem.scheme.weight
-    format = spec.format
-    if not isinstance(format, FloatFormat):
-        raise ValueError(f"{problem.scheme.name}: block FP8 needs a float format, not {format.name}")
-    rows, columns = spec.granularity.rows, spec.granularity.cols
-    weight = problem.weight
+    if not isinstance(spec.format, FloatFormat):
+        raise ValueError(f"{problem.scheme.name}: block FP8 needs a float format, not {spec.format.name}")
+    total, columns = problem.weight.shape
+    rows = spec.granularity.rows
+    step = max(rows, _STRIP_VALUES // columns // rows * rows)
     column_weight = _column_weight(problem)
+    strips = [
+        _solve_strip(problem, problem.weight[first : first + step], column_weight)
+        for first in range(0, total, step)
+    ]
+    return _solution(problem, strips)
+
+
+@dataclass(frozen=True, slots=True)
+class _Strip:
+    """Some rows of the result; sums of squares over them."""
+
+    codes: Tensor
+    exponents: Tensor
+    error: float
+    baseline_error: float
+    signal: float
+    noise: float
+    weight_square: float
+    searched_blocks: int
+    zero_blocks: int
+    compensation_refused: bool = False
+
+
+def _solve_strip(problem: LayerProblem, weight: Tensor, column_weight: Tensor | None) -> _Strip:
+    spec = problem.scheme.weight
+    format = spec.format
+    assert isinstance(format, FloatFormat)
+    rows, columns = spec.granularity.rows, spec.granularity.cols
+    weight = weight.contiguous()
     choice = search_exponents(weight, format, problem.weight_cast, rows, columns, column_weight)
 
     def rounded(exponents: Tensor) -> Tensor:
@@ -42,78 +76,92 @@ def solve_block_fp8(problem: LayerProblem) -> LayerSolution:
     def values(codes: Tensor, exponents: Tensor) -> Tensor:
         return dequantize_blocks(codes, exact_scale(exponents), format, rows, columns)
 
-    notes: list[str] = []
-    codes, exponents = rounded(choice.exponents), choice.exponents
-    if problem.factor is None:
-        signal = _weighted_norm(weight, column_weight)
-        error = float(choice.errors.sum()) / signal if signal > 0 else 0.0
-        baseline = float(choice.baseline_errors.sum()) / signal if signal > 0 else 0.0
-        return _solution(problem, choice, codes, exponents, error, baseline, values(codes, exponents), notes)
+    def strip(codes: Tensor, exponents: Tensor, error: float, baseline: float, refused: bool) -> _Strip:
+        return _Strip(
+            codes=codes,
+            exponents=exponents,
+            error=error,
+            baseline_error=baseline,
+            signal=_signal(problem, weight, column_weight),
+            noise=squared_norm(weight - values(codes, exponents)),
+            weight_square=squared_norm(weight),
+            searched_blocks=int((exponents != choice.baseline_exponents).sum()),
+            zero_blocks=int((block_amax(weight, spec.granularity) == 0).sum()),
+            compensation_refused=refused,
+        )
 
-    hessian = problem.factor.hessian
-    signal = quadratic(weight, hessian) or 1.0
+    exponents = choice.exponents
+    if not problem.factors:
+        error, baseline = float(choice.errors.sum()), float(choice.baseline_errors.sum())
+        return strip(rounded(exponents), exponents, error, baseline, False)
+    factors = problem.factors
     baseline_codes = rounded(choice.baseline_exponents)
-    baseline = quadratic(weight - values(baseline_codes, choice.baseline_exponents), hessian)
+    baseline = output_error(weight - values(baseline_codes, choice.baseline_exponents), factors)
     scale = expand_scale(exact_scale(exponents), spec.granularity, tuple(weight.shape))
-    compensated, error = compensated_rounding(weight, scale, problem.factor, format)
+    compensated, error = compensated_rounding(weight, scale, factors, format)
     if error < baseline:
         # The values are on the grid already, so this only finds their codes.
         codes = quantize_blocks(compensated, exponents, format, problem.weight_cast, rows, columns)
-    else:
-        notes.append("error compensation was no better than the baseline; plain rounding kept")
-        error = quadratic(weight - values(codes, exponents), hessian)
-        if baseline < error:  # the search minds only the diagonal of the Hessian
-            codes, exponents, error = baseline_codes, choice.baseline_exponents, baseline
-    if problem.factor.damping > DAMPING:
-        notes.append(f"Hessian damped by {problem.factor.damping:g} of its diagonal")
-    return _solution(
-        problem, choice, codes, exponents, error / signal, baseline / signal, values(codes, exponents), notes
-    )
+        return strip(codes, exponents, error, baseline, False)
+    codes = rounded(exponents)
+    error = output_error(weight - values(codes, exponents), factors)
+    if baseline < error:  # the search minds only the diagonal of the Hessian
+        return strip(baseline_codes, choice.baseline_exponents, baseline, baseline, True)
+    return strip(codes, exponents, error, baseline, True)
+
+
+def _signal(problem: LayerProblem, weight: Tensor, column_weight: Tensor | None) -> float:
+    """What the error is relative to: the same objective of the weight itself."""
+    if problem.factors:
+        return output_error(weight, problem.factors)
+    return squared_norm(weight if column_weight is None else weight * column_weight.sqrt())
 
 
 def _column_weight(problem: LayerProblem) -> Tensor | None:
     """[K] float32: what an error in each input feature counts; None without calibration data."""
-    if problem.factor is not None:
-        return problem.factor.hessian.diagonal().contiguous()
+    if problem.factors:
+        return torch.cat([factor.hessian.diagonal() for factor in problem.factors])
     if problem.statistics is not None:
         return problem.statistics.mean_square().float()
     return None
 
 
-def _weighted_norm(weight: Tensor, column_weight: Tensor | None) -> float:
-    return squared_norm(weight if column_weight is None else weight * column_weight.sqrt())
-
-
-def _solution(
-    problem: LayerProblem,
-    choice: ScaleChoice,
-    codes: Tensor,
-    exponents: Tensor,
-    error: float,
-    baseline: float,
-    values: Tensor,
-    notes: list[str],
-) -> LayerSolution:
-    weight = problem.weight
-    rows, columns = problem.scheme.weight.granularity.rows, problem.scheme.weight.granularity.cols
-    noise, signal = squared_norm(weight - values), squared_norm(weight)
-    zero = int((block_amax(weight, problem.scheme.weight.granularity) == 0).sum())
-    grid_rows, grid_columns = exponents.shape
-    partial = (grid_columns if weight.shape[0] % rows else 0) + (
-        grid_rows if weight.shape[1] % columns else 0
-    )
-    if weight.shape[0] % rows and weight.shape[1] % columns:
-        partial -= 1  # the corner was counted twice
-    if zero:
-        notes.append(f"{zero} all-zero blocks written with scale 1")
+def _solution(problem: LayerProblem, strips: list[_Strip]) -> LayerSolution:
+    signal = sum(strip.signal for strip in strips)
+    noise = sum(strip.noise for strip in strips)
+    weight_square = sum(strip.weight_square for strip in strips)
+    exponents = torch.cat([strip.exponents for strip in strips])
+    zero = sum(strip.zero_blocks for strip in strips)
     return LayerSolution(
-        codes=codes,
+        codes=strips[0].codes if len(strips) == 1 else torch.cat([strip.codes for strip in strips]),
         exponents=exponents,
-        error=error,
-        baseline_error=baseline,
-        weight_sqnr_db=10 * math.log10(signal / noise) if noise > 0 and signal > 0 else math.inf,
-        searched_blocks=int((exponents != choice.baseline_exponents).sum()),
+        error=sum(strip.error for strip in strips) / signal if signal > 0 else 0.0,
+        baseline_error=sum(strip.baseline_error for strip in strips) / signal if signal > 0 else 0.0,
+        weight_sqnr_db=10 * math.log10(weight_square / noise) if noise > 0 < weight_square else math.inf,
+        searched_blocks=sum(strip.searched_blocks for strip in strips),
         zero_blocks=zero,
-        partial_blocks=partial,
-        notes=tuple(notes),
+        partial_blocks=_partial_blocks(problem, exponents.shape[0], exponents.shape[1]),
+        notes=_notes(problem, strips, zero),
     )
+
+
+def _partial_blocks(problem: LayerProblem, grid_rows: int, grid_columns: int) -> int:
+    rows, columns = problem.scheme.weight.granularity.rows, problem.scheme.weight.granularity.cols
+    row_rest, column_rest = problem.weight.shape[0] % rows, problem.weight.shape[1] % columns
+    corner = 1 if row_rest and column_rest else 0  # counted twice otherwise
+    return (grid_columns if row_rest else 0) + (grid_rows if column_rest else 0) - corner
+
+
+def _notes(problem: LayerProblem, strips: list[_Strip], zero_blocks: int) -> tuple[str, ...]:
+    notes = []
+    if any(strip.compensation_refused for strip in strips):
+        notes.append("error compensation was no better than the baseline; plain rounding kept")
+    damping = max((factor.damping for factor in problem.factors), default=0.0)
+    if damping > DAMPING:
+        notes.append(f"Hessian damped by {damping:g} of its diagonal")
+    if len(problem.factors) > 1:
+        ranges = len(problem.factors)
+        notes.append(f"features compensated in {ranges} separate ranges, to stay under the memory ceiling")
+    if zero_blocks:
+        notes.append(f"{zero_blocks} all-zero blocks written with scale 1")
+    return tuple(notes)

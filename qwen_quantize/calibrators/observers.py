@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,9 @@ class InputStatistics:
 
     tokens: rows seen. amax, total, squares: [K] per feature (float32, float64, float64) of the input as it
     arrives. histogram: [256, 8] int64 over float32 exponent field and top three mantissa bits.
-    second_moment: [K, K] float64 sum of w Q(x) Q(x)^T, where Q is the chip's cast (the identity without
-    one) and w the token's weight; None when only the cheap statistics were asked for. weight_total: the
-    sum of the weights.
+    second_moments: [k, k] float64 sums of w Q(x) Q(x)^T over consecutive ranges of features, commonly one of
+    all K; Q is the chip's cast (the identity without one) and w the token's weight. () when only the cheap
+    statistics were asked for. weight_total: the sum of the weights.
     """
 
     tokens: int
@@ -29,7 +29,7 @@ class InputStatistics:
     total: Tensor
     squares: Tensor
     histogram: Tensor
-    second_moment: Tensor | None
+    second_moments: tuple[Tensor, ...]
     weight_total: float
 
     def mean_square(self) -> Tensor:
@@ -44,20 +44,30 @@ class InputStatistics:
 
 
 class InputObserver:
-    """Accumulates `InputStatistics` over calls with [tokens, K] float32 inputs."""
+    """Accumulates `InputStatistics` over calls with [tokens, K] float32 inputs.
 
-    def __init__(self, features: int, cast: Callable[[Tensor], Tensor] | None, second_moment: bool) -> None:
+    cast: the chip's cast of this input, or None. moment_ranges: sizes of the ranges of features whose second
+    moments are gathered, summing to K; () for the cheap statistics alone.
+    """
+
+    def __init__(
+        self, features: int, cast: Callable[[Tensor], Tensor] | None, moment_ranges: Sequence[int]
+    ) -> None:
+        if moment_ranges and sum(moment_ranges) != features:
+            raise ValueError(f"ranges {list(moment_ranges)} do not make {features} features")
         self.cast = cast
         self.tokens = 0
         self.amax = torch.zeros(features)
         self.total = torch.zeros(features, dtype=torch.float64)
         self.squares = torch.zeros(features, dtype=torch.float64)
         self.histogram = torch.zeros(256, 8, dtype=torch.int64)
-        self.second_moment = torch.zeros(features, features, dtype=torch.float64) if second_moment else None
+        self.second_moments = tuple(torch.zeros(k, k, dtype=torch.float64) for k in moment_ranges)
         self.weight_total = 0.0
 
     def observe(self, x: Tensor, weight: Tensor | None = None) -> None:
         """x: [tokens, K] float32, as the linear receives it before the chip's cast; weight: [tokens] or None."""
+        if x.shape[0] == 0:
+            return
         self.tokens += x.shape[0]
         torch.maximum(self.amax, x.abs().amax(dim=0), out=self.amax)
         # The sums of one batch are float32 (pairwise inside torch); batches add up in float64.
@@ -65,25 +75,40 @@ class InputObserver:
         self.squares += x.square().sum(dim=0)
         self.histogram += exponent_mantissa_histogram(x)
         self.weight_total += x.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
-        if self.second_moment is not None:
-            seen = x if self.cast is None else self.cast(x)
-            weighted = seen if weight is None else seen * weight.unsqueeze(1)
-            for first in range(0, seen.shape[1], _BLOCK):  # the upper half; `statistics` mirrors it
-                block = weighted[:, first : first + _BLOCK]
-                self.second_moment[first : first + _BLOCK, first:] += block.T @ seen[:, first:]
+        if not self.second_moments:
+            return
+        seen = x if self.cast is None else self.cast(x)
+        weighted = seen if weight is None else seen * weight.unsqueeze(1)
+        begin = 0
+        for moment in self.second_moments:
+            end = begin + moment.shape[0]
+            for first in range(begin, end, _BLOCK):  # the upper half; `statistics` mirrors it
+                last = min(first + _BLOCK, end)
+                product = weighted[:, first:last].T @ seen[:, first:end]
+                moment[first - begin : last - begin, first - begin :] += product
+            begin = end
 
     def statistics(self) -> InputStatistics:
-        if self.second_moment is not None:
-            self.second_moment.copy_(self.second_moment.triu() + self.second_moment.triu(1).T)
+        for moment in self.second_moments:
+            _mirror(moment)
         return InputStatistics(
             self.tokens,
             self.amax,
             self.total,
             self.squares,
             self.histogram,
-            self.second_moment,
+            self.second_moments,
             self.weight_total,
         )
+
+
+def _mirror(moment: Tensor) -> None:
+    """Copy the upper half of [K, K] to the lower one in place, a strip at a time."""
+    for first in range(0, moment.shape[0], _BLOCK):
+        last = first + _BLOCK
+        moment[last:, first:last] = moment[first:last, last:].T
+        corner = moment[first:last, first:last]
+        corner.copy_(corner.triu() + corner.triu(1).T)
 
 
 def residual_weight(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -102,15 +127,13 @@ def residual_weight(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def merge_statistics(a: InputStatistics, b: InputStatistics) -> InputStatistics:
     """The statistics of both inputs together; integer counts exactly, sums within float64 rounding."""
-    second_moment = None
-    if a.second_moment is not None and b.second_moment is not None:
-        second_moment = a.second_moment + b.second_moment
+    moments = zip(a.second_moments, b.second_moments, strict=True)
     return InputStatistics(
         tokens=a.tokens + b.tokens,
         amax=torch.maximum(a.amax, b.amax),
         total=a.total + b.total,
         squares=a.squares + b.squares,
         histogram=a.histogram + b.histogram,
-        second_moment=second_moment,
+        second_moments=tuple(mine + theirs for mine, theirs in moments),
         weight_total=a.weight_total + b.weight_total,
     )

@@ -13,7 +13,7 @@ from qwen_quantize.formats.schemes import Scheme
 
 @dataclass(frozen=True, slots=True)
 class HessianFactor:
-    """A damped Hessian H and the upper U with (P H P^T)^-1 = U^T U, both [K, K] float32.
+    """A damped Hessian H of K features and the upper U with (P H P^T)^-1 = U^T U, both [K, K] float32.
 
     order: [K] int64, the order P in which the features are rounded: falling diagonal of H. damping: what
     was added to each diagonal entry, relative to the entry.
@@ -27,9 +27,11 @@ class HessianFactor:
 
 @dataclass(frozen=True, slots=True)
 class LayerProblem:
-    """weight: [out, in] float32. `statistics` and `factor` describe the input; None means no data.
+    """weight: [out, in] float32. `statistics` and `factors` describe the input; None and () mean no data.
 
-    `factor` may be shared by all linears of one stream: it is computed once.
+    `factors` may be shared by all linears of one stream: they are computed once. There is one for all
+    features, or one for each of several ranges of features, which are then compensated separately (what a
+    memory ceiling may ask for).
     """
 
     name: str
@@ -37,7 +39,7 @@ class LayerProblem:
     scheme: Scheme
     weight_cast: CastRule
     statistics: InputStatistics | None = None
-    factor: HessianFactor | None = None
+    factors: tuple[HessianFactor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qwen_quantize.calibrators.error_feedback import compensated_rounding, grid_of, quadratic
+from qwen_quantize.calibrators.error_feedback import compensated_rounding, grid_of, output_error, quadratic
 from qwen_quantize.calibrators.hessian import factorize
 from qwen_quantize.formats.cast_rule import RNE_SATURATE
 from qwen_quantize.formats.rounding import quantize_values
@@ -43,7 +43,7 @@ def problem(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=lambda f: f.name)
 def test_equals_dense_reference(format: FloatFormat) -> None:
     weight, scale, hessian = problem(12, 160)  # 160 columns: two lazy blocks, the second partial
-    found, _ = compensated_rounding(weight, scale, factorize(hessian, 0.01), format)
+    found, _ = compensated_rounding(weight, scale, [factorize(hessian, 0.01)], format)
     expected = dense_reference(weight, scale, hessian, format)
     # A value on a tie may fall either way in float32; the rest must be the same code.
     assert float((found.double() != expected).double().mean()) < 0.02
@@ -54,7 +54,7 @@ def test_equals_dense_reference(format: FloatFormat) -> None:
 def test_integers_equal_dense_reference() -> None:
     weight, _, hessian = problem(12, 64)
     scale = torch.full_like(weight, 0.5)
-    found, _ = compensated_rounding(weight, scale, factorize(hessian, 0.01), INT4)
+    found, _ = compensated_rounding(weight, scale, [factorize(hessian, 0.01)], INT4)
     expected = dense_reference(weight, scale, hessian, INT4)
     assert float((found.double() != expected).double().mean()) < 0.02
 
@@ -64,7 +64,7 @@ def test_beats_rounding_on_its_own_objective(seed: int) -> None:
     weight, scale, hessian = problem(32, 128, seed)
     rounded = quantize_values(weight / scale, E4M3FN, RNE_SATURATE) * scale
     factor = factorize(hessian, 0.01)
-    compensated, loss = compensated_rounding(weight, scale, factor, E4M3FN)
+    compensated, loss = compensated_rounding(weight, scale, [factor], E4M3FN)
     assert quadratic(weight - compensated, hessian.float()) < 0.8 * quadratic(
         weight - rounded, hessian.float()
     )
@@ -75,23 +75,34 @@ def test_identity_hessian_is_plain_rounding() -> None:
     weight, scale, _ = problem(9, 140)
     factor = factorize(torch.eye(140, dtype=torch.float64))
     expected = quantize_values(weight / scale, E4M3FN, RNE_SATURATE) * scale
-    assert torch.equal(compensated_rounding(weight, scale, factor, E4M3FN)[0], expected)
+    assert torch.equal(compensated_rounding(weight, scale, [factor], E4M3FN)[0], expected)
 
 
 def test_native_equals_torch_and_threads_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, scale, hessian = problem(70, 150)
     factor = factorize(hessian, 0.01)
-    native, _ = compensated_rounding(weight, scale, factor, E4M3FN)
+    native, _ = compensated_rounding(weight, scale, [factor], E4M3FN)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    alone, _ = compensated_rounding(weight, scale, factor, E4M3FN)
+    alone, _ = compensated_rounding(weight, scale, [factor], E4M3FN)
     torch.set_num_threads(threads)
     assert torch.equal(native, alone)
     monkeypatch.setattr("qwen_quantize.calibrators.native._library", lambda: None)
-    assert torch.equal(native, compensated_rounding(weight, scale, factor, E4M3FN)[0])
+    assert torch.equal(native, compensated_rounding(weight, scale, [factor], E4M3FN)[0])
 
 
 def test_grids() -> None:
     assert grid_of(E4M3FN) == (3, -6, 448.0)
     assert grid_of(E2M1) == (1, 0, 6.0)
     assert grid_of(INT8) == (7, 7, 127.0)
+
+
+def test_ranges_are_compensated_separately() -> None:
+    weight, scale, hessian = problem(12, 160)
+    parts = [factorize(hessian[:96, :96], 0.01), factorize(hessian[96:, 96:], 0.01)]
+    found, loss = compensated_rounding(weight, scale, parts, E4M3FN)
+    first, first_loss = compensated_rounding(weight[:, :96], scale[:, :96], parts[:1], E4M3FN)
+    second, second_loss = compensated_rounding(weight[:, 96:], scale[:, 96:], parts[1:], E4M3FN)
+    assert torch.equal(found, torch.cat([first, second], dim=1))
+    assert loss == pytest.approx(first_loss + second_loss)
+    assert loss == pytest.approx(output_error(weight - found, parts), rel=1e-3)

@@ -41,10 +41,11 @@ def test_hopeless_hessian_is_refused() -> None:
 
 
 def test_dead_features_get_a_unit_diagonal() -> None:
-    observer = InputObserver(4, None, second_moment=True)
+    observer = InputObserver(4, None, (4,))
     x = correlated(50, 4)
     x[:, 2] = 0
     observer.observe(x)
-    hessian = hessian_of(observer.statistics())
+    statistics = observer.statistics()
+    hessian = hessian_of(statistics.second_moments[0], statistics.weight_total)
     assert hessian[2, 2] == 1
     assert torch.equal(hessian[2, [0, 1, 3]], torch.zeros(3, dtype=torch.float64))

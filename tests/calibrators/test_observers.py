@@ -15,7 +15,7 @@ from qwen_quantize.calibrators.observers import (
 
 
 def observed(parts: list[torch.Tensor], second_moment: bool = True) -> InputStatistics:
-    observer = InputObserver(parts[0].shape[1], None, second_moment)
+    observer = InputObserver(parts[0].shape[1], None, (parts[0].shape[1],) if second_moment else ())
     for part in parts:
         observer.observe(part)
     return observer.statistics()
@@ -33,8 +33,9 @@ def test_statistics_equal_one_shot(data: torch.Tensor) -> None:
     assert torch.equal(found.amax, data.abs().amax(dim=0))
     torch.testing.assert_close(found.total, exact.sum(dim=0), rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(found.squares, exact.square().sum(dim=0), rtol=1e-5, atol=0.0)
-    assert found.second_moment is not None
-    torch.testing.assert_close(found.second_moment, exact.T @ exact, rtol=1e-4, atol=1e-4)
+    (moment,) = found.second_moments
+    torch.testing.assert_close(moment, exact.T @ exact, rtol=1e-4, atol=1e-4)
+    assert torch.equal(moment, moment.T)
 
 
 def test_merge_of_halves_equals_the_whole(data: torch.Tensor) -> None:
@@ -43,17 +44,16 @@ def test_merge_of_halves_equals_the_whole(data: torch.Tensor) -> None:
     assert merged.tokens == whole.tokens
     assert torch.equal(merged.amax, whole.amax)
     assert torch.equal(merged.histogram, whole.histogram)
-    torch.testing.assert_close(merged.second_moment, whole.second_moment, rtol=1e-14, atol=0.0)
+    torch.testing.assert_close(merged.second_moments, whole.second_moments, rtol=1e-14, atol=0.0)
     torch.testing.assert_close(merged.squares, whole.squares, rtol=1e-14, atol=0.0)
 
 
 def test_second_moment_sees_the_cast_input() -> None:
-    observer = InputObserver(3, lambda x: x.round(), second_moment=True)
+    observer = InputObserver(3, lambda x: x.round(), (3,))
     x = torch.tensor([[0.4, 1.6, -2.4]])
     observer.observe(x)
     rounded = torch.tensor([[0.0, 2.0, -2.0]], dtype=torch.float64)
-    assert observer.statistics().second_moment is not None
-    assert torch.equal(observer.statistics().second_moment, rounded.T @ rounded)
+    assert torch.equal(observer.statistics().second_moments[0], rounded.T @ rounded)
     assert torch.equal(observer.statistics().amax, torch.tensor([0.4, 1.6, 2.4]))
 
 
@@ -75,14 +75,13 @@ def test_native_histogram_equals_torch(data: torch.Tensor, monkeypatch: pytest.M
 
 def test_token_weights_scale_second_moments_only(data: torch.Tensor) -> None:
     weight = torch.linspace(0.1, 2, 300)
-    observer = InputObserver(24, None, second_moment=True)
+    observer = InputObserver(24, None, (24,))
     observer.observe(data[:200], weight[:200])
     observer.observe(data[200:], weight[200:])
     found, plain = observer.statistics(), observed([data])
     exact = data.double()
-    assert found.second_moment is not None
     expected = (exact * weight.double().unsqueeze(1)).T @ exact
-    torch.testing.assert_close(found.second_moment, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.second_moments[0], expected, rtol=1e-4, atol=1e-4)
     assert found.weight_total == pytest.approx(float(weight.double().sum()))
     assert torch.equal(found.amax, plain.amax)
     torch.testing.assert_close(found.squares, plain.squares, rtol=1e-5, atol=0.0)
@@ -99,3 +98,15 @@ def test_residual_weight_is_relative_to_the_residual() -> None:
     assert weight[1] == pytest.approx(1 / 12.5e6)
     assert weight[2] == pytest.approx(1 / (linear @ x[2]).square().mean())
     assert bool(weight.isfinite().all())
+
+
+def test_ranges_are_blocks_of_the_whole_moment() -> None:
+    x = torch.randn(500, 450, generator=torch.Generator().manual_seed(6))
+    observer = InputObserver(450, None, (250, 200))
+    observer.observe(x)
+    first, second = observer.statistics().second_moments
+    exact = x.double().T @ x.double()
+    torch.testing.assert_close(first, exact[:250, :250], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(second, exact[250:, 250:], rtol=1e-4, atol=1e-3)
+    with pytest.raises(ValueError, match="do not make 450 features"):
+        InputObserver(450, None, (250, 100))
