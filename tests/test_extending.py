@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 
 from qwen_quantize.calibrators.methods import METHODS, Method
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
+from qwen_quantize.checkpoint import linear_storage
 from qwen_quantize.checkpoint.layouts import DEEPSEEK_FP8
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.cli.main import app
-from qwen_quantize.engine import load
 from qwen_quantize.engine.load import ModelReader, load_model
 from qwen_quantize.formats.block_kernels import quantize_blocks
 from qwen_quantize.formats.blocks import block_amax
@@ -194,7 +194,7 @@ def test_a_method_is_one_function_and_one_line(
     command = ["--model-path", model, "--output-path", out, "--device", "example@1.2", *texts]
     run(*command, "--quant-method", "toy")
     assert len(problems) == 14
-    assert all(problem.statistics is not None and problem.factor is None for problem in problems)
+    assert all(problem.statistics is not None and not problem.factors for problem in problems)
     manifest = json.loads((out / "qwen_quantize.json").read_text())
     assert manifest["method"] == "toy"
     assert {tuple(linear["notes"]) for layer in manifest["layers"] for linear in layer["linears"]} == {
@@ -250,12 +250,12 @@ def test_a_chip_is_one_file(model: Path, texts: list[str], tmp_path: Path) -> No
     assert record["validation"]["kl_mean"] > nearest["validation"]["kl_mean"]
 
 
-def test_a_layout_is_a_record_and_two_names(
+def test_a_layout_is_a_record_and_a_name(
     model: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = replace(DEEPSEEK_FP8, name="other", scale_suffix="weight_scale", readers=("nobody",))
     monkeypatch.setattr(plan, "DEEPSEEK_FP8", other)
-    monkeypatch.setattr(load, "DEEPSEEK_FP8", other)
+    monkeypatch.setattr(linear_storage, "_BLOCK_SCALES", (".weight_scale",))
     out = tmp_path / "out"
     record = json.loads(
         run("--model-path", model, "--output-path", out, "--device", "example@1.2", *texts, "--json").stdout

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import qwen_quantize
+from qwen_quantize.chip_profiles.arithmetic import Arithmetic
+from qwen_quantize.chip_profiles.schema import ChipProfile
 from qwen_quantize.cli.console import Speaker, StageProgress
 from qwen_quantize.cli.session import (
     ChipQuestion,
     activation_cast,
-    chip_of,
     open_reader,
     peak_memory_bytes,
     read_manifest,
     read_text,
+    resolve_chip,
     use_threads,
 )
 from qwen_quantize.engine.linear import ActivationCast
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.errors import UserError
-from qwen_quantize.eval.compare import evaluate
+from qwen_quantize.eval.compare import Watch, evaluate
+from qwen_quantize.eval.recording import RecordedRun, RunAbout, check_record_path, write_run
+from qwen_quantize.eval.token_scores import ScoreRecorder
+from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 from qwen_quantize.pipeline.texts import EvaluationTokens
 from qwen_quantize.report.tables import comparison_lines, comparison_tables
 
@@ -41,6 +48,7 @@ class EvalRequest:
     versions: tuple[tuple[str, str], ...]
     assume: tuple[tuple[str, str], ...]
     with_claims: bool
+    record: str | None = None
 
 
 def measure(
@@ -49,6 +57,7 @@ def measure(
     cast: ActivationCast | None,
     windows: EvaluationTokens,
     progress: StageProgress,
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Score a model, in lockstep with its reference if there is one; the record that reports are made of."""
     comparison = evaluate(
@@ -56,6 +65,7 @@ def measure(
         windows.windows,
         None if reference is None else StreamedModel(reference, None),
         progress,
+        watch,
     )
     return {"text_sha256": windows.text_sha256, **asdict(comparison)}
 
@@ -78,10 +88,6 @@ def reference_path(request: EvalRequest, manifest: dict[str, Any] | None) -> str
 
 def check_comparable(reader: ModelReader, reference: ModelReader) -> None:
     ours, theirs = reader.blueprint.config, reference.blueprint.config
-    if reference.quantization is not None:
-        raise UserError(
-            f"--against {reference.source.path} is quantized itself; compare with an unquantized model"
-        )
     for key in ("vocab_size", "hidden_size", "num_layers"):
         if getattr(ours, key) != getattr(theirs, key):
             raise UserError(
@@ -94,6 +100,8 @@ def run_eval(request: EvalRequest, *, threads: int | None, as_json: bool, quiet:
     use_threads(threads)
     begin = time.perf_counter()
     speaker = Speaker(as_json, quiet)
+    if request.record is not None:
+        check_record_path(Path(request.record))
     reader = open_reader(request.model)
     manifest = read_manifest(request.model)
     path = reference_path(request, manifest)
@@ -101,11 +109,18 @@ def run_eval(request: EvalRequest, *, threads: int | None, as_json: bool, quiet:
     if reference is not None:
         check_comparable(reader, reference)
     question = ChipQuestion(request.device, request.versions, request.assume, request.with_claims)
-    arithmetic, chip = chip_of(question, manifest)
+    arithmetic, profile, why = resolve_chip(question, manifest)
+    chip = f"{profile.name} ({why})"
     cast = None if request.weights_only else activation_cast(reader, arithmetic)
     windows, text = read_text(request.text, reader, request.length, request.max_tokens)
+    recorder = None if request.record is None else ScoreRecorder()
     with speaker.progress("eval") as progress:
-        record = measure(reader, reference, cast, windows, progress)
+        watch = None if recorder is None else recorder.add
+        record = measure(reader, reference, cast, windows, progress, watch)
+    if recorder is not None and request.record is not None:
+        computed = (arithmetic, profile) if cast is not None else None
+        about = _about(request, reader, computed, (text, windows.text_sha256))
+        write_run(Path(request.record), RecordedRun(about, recorder.scores(windows.document_ids)))
     record = {
         "model": request.model,
         "against": path,
@@ -116,5 +131,32 @@ def run_eval(request: EvalRequest, *, threads: int | None, as_json: bool, quiet:
         "seconds": time.perf_counter() - begin,
         "peak_memory_bytes": peak_memory_bytes(),
     }
+    if request.record is not None:
+        record["record"] = request.record
     speaker.show(comparison_tables(record), comparison_lines(record))
     speaker.result(record)
+
+
+def _about(
+    request: EvalRequest,
+    reader: ModelReader,
+    computed: tuple[Arithmetic, ChipProfile] | None,
+    text: tuple[str, str],
+) -> RunAbout:
+    """computed: the arithmetic that was emulated and its chip, None where none was; text: (name, SHA-256)."""
+    manifest = Path(request.model) / MANIFEST_NAME
+    arithmetic, profile = computed or (None, None)
+    return RunAbout(
+        tool_version=qwen_quantize.__version__,
+        model=request.model,
+        model_fingerprint=reader.source.fingerprint(),
+        manifest_sha256=hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else "",
+        chip=None if profile is None else profile.name,
+        versions={} if profile is None else dict(profile.versions),
+        with_claims=profile is not None and profile.with_claims,
+        arithmetic={} if arithmetic is None else arithmetic.fields(),
+        arithmetic_fingerprint="" if arithmetic is None else arithmetic.fingerprint,
+        text=text[0],
+        text_sha256=text[1],
+        max_tokens=request.max_tokens,
+    )

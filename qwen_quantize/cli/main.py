@@ -21,6 +21,8 @@ app = typer.Typer(
 )
 app.add_typer(chips_app, name="chips", help="What is known of each chip, and from where.")
 
+EXPERT_POLICIES = ("shrink", "forced", "round")
+
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")]
 Assume = Annotated[
@@ -73,7 +75,7 @@ def main_command(
     context: typer.Context,
     model_path: Annotated[
         str | None,
-        typer.Option("--model-path", help="Model folder, GGUF file or hub id (default: the embedded model)."),
+        typer.Option("--model-path", help="Model folder, GGUF file, hub id, or embedded:moe (default: embedded:dense)."),
     ] = None,
     output_path: Annotated[
         Path | None, typer.Option("--output-path", help="Folder to make; complete or absent afterwards.")
@@ -98,6 +100,13 @@ def main_command(
         int, typer.Option("--calibration-length", min=16, help="Tokens per calibration window.")
     ] = 512,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the choice of calibration windows.")] = 0,
+    expert_policy: Annotated[
+        str,
+        typer.Option(
+            "--expert-policy",
+            help="Experts with too few tokens: shrink (toward all tokens), forced (all tokens), round.",
+        ),
+    ] = "shrink",
     ignore: Annotated[
         list[str] | None,
         typer.Option("--ignore", help="Keep these linears in high precision (glob or re:...). Repeatable."),
@@ -169,6 +178,11 @@ def main_command(
                 raise UserError(f"{flag} is empty; leave it out or name something")
         if calibration_column is not None and calibration_dataset is None:
             raise UserError("--calibration-column names a column but there is no --calibration-dataset")
+        if expert_policy not in EXPERT_POLICIES:
+            raise UserError(
+                f"--expert-policy {expert_policy!r} is not one of the policies: {', '.join(EXPERT_POLICIES)}"
+            )
+        from qwen_quantize.calibrators.experts import ExpertPolicy
         from qwen_quantize.cli.quantize import Validation, run_quantize
         from qwen_quantize.pipeline.recipe import Recipe
 
@@ -181,6 +195,7 @@ def main_command(
             samples=calibration_samples,
             length=calibration_length,
             seed=seed,
+            expert_policy=ExpertPolicy(expert_policy),
             ignore=tuple(ignore or ()),
             include=tuple(include or ()),
             block_size=block_size,
@@ -226,6 +241,10 @@ def eval_command(
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave activations in full precision.")
     ] = False,
+    record: Annotated[
+        str | None,
+        typer.Option("--record", help="Keep what the model said of every token in this .safetensors file."),
+    ] = None,
     firmware: Firmware = None,
     driver: Driver = None,
     toolkit: Toolkit = None,
@@ -251,6 +270,67 @@ def eval_command(
                 versions=version_pairs(firmware, driver, toolkit),
                 assume=pairs(assume, "--assume"),
                 with_claims=with_claims,
+                record=record,
+            ),
+            threads=threads,
+            as_json=as_json,
+            quiet=quiet,
+        )
+
+
+@app.command("regress")
+def regress_command(
+    model: Annotated[str, typer.Argument(help="A quantized model folder.")],
+    before: Annotated[
+        str,
+        typer.Option(
+            "--before",
+            help="The arithmetic as it was: CHIP@VERSION, a profile or fingerprint file, an output folder, "
+            "or a run recorded by eval --record.",
+        ),
+    ],
+    after: Annotated[str, typer.Option("--after", help="The arithmetic as it is now, named likewise.")],
+    text: Annotated[
+        str | None, typer.Option("--text", help="Text, jsonl or dataset (default: a shipped novel).")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=32, help="Tokens to score.")] = 51200,
+    margin: Annotated[
+        str, typer.Option("--margin", help="Loss of perplexity that still counts as harmless.")
+    ] = "0.5%",
+    with_claims: Annotated[bool, typer.Option("--with-claims", help="Use trade-press claims.")] = False,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", help="Write the checks as JUnit XML to this file.")
+    ] = None,
+    recalibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--recalibrate", help="Where it hurts, quantize again for --after into this new folder."
+        ),
+    ] = None,
+    calibration_dataset: Annotated[
+        str | None,
+        typer.Option("--calibration-dataset", help="Text to recalibrate on (default: the manifest's)."),
+    ] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """What changed in a chip's arithmetic, whether it hurts this model, and what to do. Exit code 1: it does."""
+    with guard(as_json):
+        from qwen_quantize.cli.regress import RegressRequest, parse_margin, run_regress
+
+        run_regress(
+            RegressRequest(
+                model=model,
+                before=before,
+                after=after,
+                text=text,
+                max_tokens=max_tokens,
+                margin=parse_margin(margin),
+                with_claims=with_claims,
+                junit=junit,
+                recalibrate=recalibrate,
+                dataset=calibration_dataset,
             ),
             threads=threads,
             as_json=as_json,

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qwen_quantize.checkpoint.source import CheckpointSource, open_source
 from qwen_quantize.cli.console import Speaker, canonical_json
+from qwen_quantize.cli.dry_run import dry_run_record, group_lines, group_tables, human_seconds
 from qwen_quantize.cli.evaluate import measure
 from qwen_quantize.cli.session import REPORT_NAME, peak_memory_bytes, read_text, use_threads
-from qwen_quantize.embedded import calibration_text_path, embedded_model_path
+from qwen_quantize.embedded import calibration_text_path, embedded_by_name
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
 from qwen_quantize.eval.compare import HEAD_BATCH_BYTES
-from qwen_quantize.pipeline.plan import Plan, make_plan, validation_memory
+from qwen_quantize.pipeline.manifest import MANIFEST_NAME, build_manifest
+from qwen_quantize.pipeline.memory import validation_memory
+from qwen_quantize.pipeline.plan import Plan, make_plan
 from qwen_quantize.pipeline.recipe import Output, Recipe
-from qwen_quantize.pipeline.run import MANIFEST_NAME, StagedRun, build_manifest, quantize
+from qwen_quantize.pipeline.run import StagedRun, quantize
+from qwen_quantize.pipeline.summary import tensor_groups
 from qwen_quantize.pipeline.texts import EvaluationTokens, load_documents
 from qwen_quantize.report.numbers import human_bytes
 from qwen_quantize.report.page import render_page
@@ -39,11 +41,11 @@ class Validation:
 
 
 def with_defaults(recipe: Recipe, output_path: Path | None) -> tuple[Recipe, Path]:
-    """The embedded model and its text where none is named; a folder under `out/` where none is given."""
-    if not recipe.model_path:
-        recipe = replace(recipe, model_path=str(embedded_model_path()))
-        if recipe.dataset is None:
-            recipe = replace(recipe, dataset=str(calibration_text_path()))
+    """An embedded model and its text where no other is named; a folder under `out/` where none is given."""
+    shipped = embedded_by_name(recipe.model_path or "embedded:dense")
+    if shipped is not None:
+        dataset = recipe.dataset or str(calibration_text_path())
+        recipe = replace(recipe, model_path=str(shipped), dataset=dataset)
     if output_path is None:
         name = Path(recipe.model_path).resolve().name.removesuffix(".gguf")
         device = Path(recipe.device).name.removesuffix(".toml").replace("@", "-")
@@ -68,26 +70,28 @@ def run_quantize(
     speaker = Speaker(as_json, quiet)
     recipe, target = with_defaults(recipe, output_path)
     check_output(target, [recipe.model_path, recipe.dataset, validation.text])
-    source = open_source(recipe.model_path)
+    source = open_source(recipe.model_path, allow_missing_weights=dry_run)
     plan = with_validation(make_plan(recipe, source), validation)
     for line in plan_lines(plan):
         speaker.say(line)
-    reader = ModelReader(source)
-    # Everything that can be wrong with the texts is found before the first weight is read.
-    windows, text = _validation_windows(reader, validation) if validation.wanted else (None, "")
     if dry_run:
         if recipe.dataset is not None:
             load_documents(recipe.dataset, column=recipe.column)
-        speaker.result(dry_run_record(plan, source))
+        _say_plan(plan, source, target, speaker)
         return
+    reader = ModelReader(source) if plan.blueprint is not None else None
+    # Everything that can be wrong with the texts is found before the first weight is read.
+    windows, text = None, ""
+    if validation.wanted and reader is not None:
+        windows, text = _validation_windows(reader, validation)
     with speaker.progress("quantize") as progress:
-        staged = quantize(plan, reader, Output(target, resume, overwrite), progress)
+        staged = quantize(plan, source, reader, Output(target, resume, overwrite), progress)
     quantized = time.perf_counter()
     try:
         record = None
-        if windows is not None:
+        if windows is not None and reader is not None:
             record = {"text": text, **_validate(staged, reader, windows, speaker)}
-        manifest = build_manifest(staged, source, record)
+        manifest = build_manifest(plan, staged.journal, staged.calibration, source, record)
         staged.folder.add_file(MANIFEST_NAME, canonical_json(manifest))
         staged.folder.add_file(REPORT_NAME, render_page(manifest).encode())
         staged.folder.finish()
@@ -121,7 +125,7 @@ def run_quantize(
 
 def with_validation(plan: Plan, validation: Validation) -> Plan:
     """The plan with the memory of the validation counted; UserError if that is above the ceiling."""
-    if not validation.wanted:
+    if not validation.wanted or plan.blueprint is None:
         return plan
     needed = validation_memory(plan.blueprint, validation.tokens, HEAD_BATCH_BYTES)
     ceiling = plan.recipe.max_memory
@@ -162,12 +166,34 @@ def check_output(target: Path, inputs: Sequence[str | None]) -> None:
             raise UserError(f"--output-path {target} lies inside the input {name}; choose another folder")
 
 
+def _say_plan(plan: Plan, source: CheckpointSource, target: Path, speaker: Speaker) -> None:
+    record = dry_run_record(plan, source, target)
+    groups = tensor_groups(plan, source)
+    speaker.show(group_tables(groups), group_lines(groups))
+    # A plan is often made on another machine than the run, so too small a disk is said and not refused here.
+    lacking = "" if record["fits"] else ", too little: the run itself would refuse to start"
+    speaker.say(
+        f"disk: {human_bytes(plan.disk_bytes)} needed, {human_bytes(record['free_bytes'])} free{lacking}; "
+        f"time: about {human_seconds(record['seconds'])} on this machine"
+    )
+    speaker.result(record)
+
+
+def _model_line(plan: Plan) -> str:
+    if plan.blueprint is None:
+        return f"{plan.architecture}, by tensor names"
+    config = plan.blueprint.config
+    text = f"{config.architecture}, {config.num_layers} layers, hidden {config.hidden_size}"
+    experts = max(plan.blueprint.num_experts(layer) for layer in range(config.num_layers))
+    return f"{text}, {experts} routed experts" if experts else text
+
+
 def plan_lines(plan: Plan) -> list[str]:
     """What will be done, in a few readable lines."""
-    profile, config = plan.resolution.profile, plan.blueprint.config
+    profile = plan.resolution.profile
     actions = [tensor.action.value for tensor in plan.tensors]
     lines = [
-        f"model:  {config.architecture}, {config.num_layers} layers, hidden {config.hidden_size}",
+        f"model:  {_model_line(plan)}",
         f"chip:   {profile.name}"
         + (f" ({plan.resolution.alias_explanation})" if plan.resolution.alias_explanation else ""),
         f"method: {plan.method.name}: {plan.scheme.weight.format.name} weights in blocks of "
@@ -188,48 +214,3 @@ def plan_lines(plan: Plan) -> list[str]:
         for assumption in plan.arithmetic.assumptions
     ]
     return lines
-
-
-def dry_run_record(plan: Plan, source: CheckpointSource) -> dict[str, Any]:
-    """The plan as JSON; `seconds` from a short measurement of this machine's float32 products."""
-    return {
-        "chip": plan.resolution.profile.name,
-        "method": plan.method.name,
-        "layout": plan.layout.name,
-        "peak_memory_bytes": plan.peak_memory_bytes,
-        "disk_bytes": plan.disk_bytes,
-        "output_bytes": plan.output_bytes,
-        "seconds": estimate_seconds(plan, source),
-        "assumptions": [asdict(assumption) for assumption in plan.arithmetic.assumptions],
-        "notes": list(plan.notes),
-        "tensors": [
-            {
-                "name": tensor.name,
-                "action": tensor.action.value,
-                "why": tensor.why,
-                "outputs": [
-                    {"name": o.name, "dtype": o.dtype, "shape": list(o.shape)} for o in tensor.outputs
-                ],
-            }
-            for tensor in plan.tensors
-        ],
-    }
-
-
-def estimate_seconds(plan: Plan, source: CheckpointSource) -> float:
-    """Two forward passes, the second moments and a pass over the bytes, at this machine's measured rates."""
-    size = 768
-    a = b = torch.ones(size, size)
-    a @ b
-    begin = time.perf_counter()
-    for _ in range(4):
-        a @ b
-    rate = 4 * 2 * size**3 / (time.perf_counter() - begin)
-    shapes = [plan.blueprint.linear_shape(site) for site in plan.blueprint.family.linears]
-    layers = plan.blueprint.config.num_layers
-    parameters = layers * sum(rows * columns for rows, columns in shapes)
-    tokens = plan.recipe.samples * plan.recipe.length if plan.recipe.dataset else 0
-    moments = layers * sum(columns**2 for columns in {shape[1] for shape in shapes})
-    operations = tokens * (2 * 2 * parameters + 2 * moments)
-    source_bytes = sum(source.info(name).nbytes for name in source.names())
-    return operations / rate + (source_bytes + plan.output_bytes) / 0.25e9 + parameters / 40e6

@@ -7,7 +7,7 @@ from pathlib import Path
 from qwen_quantize.cli.console import Speaker
 from qwen_quantize.cli.session import REPORT_NAME, read_manifest
 from qwen_quantize.errors import UserError
-from qwen_quantize.pipeline.run import MANIFEST_NAME
+from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 from qwen_quantize.report.page import render_page
 from qwen_quantize.report.tables import plain_lines, summary_tables
 

@@ -11,15 +11,18 @@ from typing import Any
 import torch
 
 from qwen_quantize.checkpoint.json_file import read_object
+from qwen_quantize.checkpoint.layouts import BlockFp8Config
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, resolve_arithmetic
 from qwen_quantize.chip_profiles.devices import resolve_device
+from qwen_quantize.chip_profiles.schema import ChipProfile
 from qwen_quantize.embedded import heldout_text_path
 from qwen_quantize.engine.linear import ActivationCast
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import SCHEMES
-from qwen_quantize.pipeline.run import MANIFEST_NAME, check_token_ids, source_tokenizer
+from qwen_quantize.pipeline.manifest import MANIFEST_NAME
+from qwen_quantize.pipeline.run import check_token_ids, source_tokenizer
 from qwen_quantize.pipeline.texts import EvaluationTokens, evaluation_windows, load_documents
 
 REPORT_NAME = "report.html"
@@ -67,7 +70,15 @@ def read_manifest(path: str) -> dict[str, Any] | None:
 
 
 def chip_of(question: ChipQuestion, manifest: Mapping[str, Any] | None) -> tuple[Arithmetic, str]:
-    """The arithmetic to emulate and a word on where it comes from.
+    """The arithmetic to emulate and a word on where it comes from."""
+    arithmetic, profile, why = resolve_chip(question, manifest)
+    return arithmetic, f"{profile.name} ({why})"
+
+
+def resolve_chip(
+    question: ChipQuestion, manifest: Mapping[str, Any] | None
+) -> tuple[Arithmetic, ChipProfile, str]:
+    """The arithmetic to emulate, the profile it is from, and why this one.
 
     Without a device the manifest's chip counts, at the versions and with the assumptions it was made for.
     """
@@ -94,7 +105,7 @@ def chip_of(question: ChipQuestion, manifest: Mapping[str, Any] | None) -> tuple
     arithmetic = resolve_arithmetic(resolution.profile, scheme, assume)
     if made_for is not None and arithmetic.fingerprint != made_for:
         why += "; its profile computes otherwise than when the model was made"
-    return arithmetic, f"{resolution.profile.name} ({why})"
+    return arithmetic, resolution.profile, why
 
 
 def _strings(value: object) -> dict[str, str]:
@@ -102,8 +113,9 @@ def _strings(value: object) -> dict[str, str]:
 
 
 def activation_cast(reader: ModelReader, arithmetic: Arithmetic) -> ActivationCast | None:
-    """The cast of a quantized model's activations; None for an unquantized one."""
-    if reader.quantization is None:
+    """The cast of the activations of a model in block FP8; None for any other."""
+    quantization = reader.linears.quantization
+    if not isinstance(quantization, BlockFp8Config):
         return None
     activation = SCHEMES["ue8m0"].activation
     assert activation is not None
@@ -111,7 +123,7 @@ def activation_cast(reader: ModelReader, arithmetic: Arithmetic) -> ActivationCa
         activation.format,
         arithmetic.activation_cast,
         arithmetic.activation_scale_rule,
-        reader.quantization.block[1],
+        quantization.block[1],
     )
 
 

@@ -16,7 +16,9 @@ from qwen_quantize.errors import UserError
 
 
 class HiddenStates:
-    """Float32 states [windows, T, hidden] in a plain file, read and written by ranges of windows.
+    """Float32 states [windows, T, hidden] in a plain file, read and written by ranges of windows or by token.
+
+    A step is half a layer: step 2 n is what layer n reads, step 2 n + 1 what its MLP reads.
 
     A file is written under another name and renamed when it is complete, so that what exists is whole.
     Pages are not mapped: they would count as resident memory.
@@ -29,19 +31,18 @@ class HiddenStates:
         self.shape = (windows, length, hidden)
         self.window_bytes = length * hidden * 4
 
-    def path(self, layer: int) -> Path:
-        """The states that layer `layer` reads."""
-        return self.folder / f"hidden-{layer:05d}.f32"
+    def path(self, step: int) -> Path:
+        return self.folder / f"hidden-{step:05d}.f32"
 
-    def is_complete(self, layer: int) -> bool:
-        path = self.path(layer)
+    def is_complete(self, step: int) -> bool:
+        path = self.path(step)
         with disk_errors(path, 0, "read"):
             return path.is_file() and path.stat().st_size == math.prod(self.shape) * 4
 
-    def read(self, layer: int, begin: int, end: int) -> Tensor:
+    def read(self, step: int, begin: int, end: int) -> Tensor:
         """[end - begin, T, hidden] float32. UserError when the file is shorter than that."""
         data = bytearray((end - begin) * self.window_bytes)
-        path = self.path(layer)
+        path = self.path(step)
         with disk_errors(path, 0, "read"), path.open("rb") as file:
             file.seek(begin * self.window_bytes)
             found = file.readinto(data)
@@ -49,11 +50,32 @@ class HiddenStates:
             raise UserError(f"{path} is shorter than it must be; start again with --overwrite")
         return torch.frombuffer(data, dtype=torch.float32).view(end - begin, *self.shape[1:])
 
-    def begin(self, layer: int) -> HiddenWriter:
-        return HiddenWriter(self.path(layer))
+    def gather(self, step: int, tokens: Tensor) -> Tensor:
+        """[n, hidden] float32: the states of `tokens`, ascending int64 positions in the flat [windows * T]."""
+        path = self.path(step)
+        found = torch.empty(tokens.numel(), self.shape[2])
+        with disk_errors(path, 0, "read"), path.open("rb", buffering=0) as file:
+            read = _read_rows(file.fileno(), tokens, found)
+        if read != found.nbytes:
+            raise UserError(f"{path} is shorter than it must be; start again with --overwrite")
+        return found
 
-    def remove(self, layer: int) -> None:
-        path = self.path(layer)
+    def begin(self, step: int) -> HiddenWriter:
+        return HiddenWriter(self.path(step), self.shape[2])
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[HiddenWriter]:
+        """A writer that is finished when the block ends, and leaves nothing when the block fails."""
+        writer = self.begin(step)
+        try:
+            yield writer
+        except BaseException:
+            writer.abandon()
+            raise
+        writer.finish()
+
+    def remove(self, step: int) -> None:
+        path = self.path(step)
         with disk_errors(path, 0, "removed"):
             path.unlink(missing_ok=True)
 
@@ -64,8 +86,9 @@ class HiddenWriter:
     When the disk fails, ResumableError is raised, the temporary file is removed and the writer is of no more use.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hidden: int) -> None:
         self.path = path
+        self.hidden = hidden
         self.temporary = path.with_suffix(".tmp")
         self._written = 0
         with disk_errors(self.temporary, 0):
@@ -73,13 +96,23 @@ class HiddenWriter:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 sync_folder(path.parent.parent)
             # Unbuffered, so that closing has nothing left to write and cannot fail for want of room.
-            self._file = self.temporary.open("wb", buffering=0)
+            self._file = self.temporary.open("w+b", buffering=0)
 
     def append(self, states: Tensor) -> None:
         data = states.contiguous().reshape(-1).view(torch.uint8).numpy().data
         with self._removing_on_failure(), disk_errors(self.temporary, len(data)):
             write_at(self._file.fileno(), data, self._written)
         self._written += len(data)
+
+    def add(self, tokens: Tensor, values: Tensor) -> None:
+        """Add [n, hidden] float32 to the states of `tokens` (ascending, each once), which are appended already."""
+        with self._removing_on_failure(), disk_errors(self.temporary, 0):
+            states = torch.empty_like(values)
+            if _read_rows(self._file.fileno(), tokens, states) != states.nbytes:
+                raise ValueError("only states that were appended can be added to")
+            states += values
+            for offset, rows in _runs(tokens, states):
+                write_at(self._file.fileno(), rows.view(torch.uint8).numpy().data, offset)
 
     def finish(self) -> None:
         with self._removing_on_failure(), disk_errors(self.temporary, self._written):
@@ -89,14 +122,42 @@ class HiddenWriter:
             # The journal will call the layer finished: the name has to be on the disk before that line is.
             sync_folder(self.path.parent)
 
+    def abandon(self) -> None:
+        """Give up and free the space; harmless after a failure. The error that is under way matters more."""
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            self.temporary.unlink(missing_ok=True)
+
     @contextmanager
     def _removing_on_failure(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            # Frees the space of a full disk at once; the error that is under way matters more than one here.
-            with suppress(OSError):
-                self._file.close()
-            with suppress(OSError):
-                self.temporary.unlink(missing_ok=True)
+            self.abandon()
             raise
+
+
+def _runs(tokens: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(byte offset, flat part of `rows`) for every run of neighbouring tokens."""
+    if tokens.numel() == 0:
+        return
+    breaks = (tokens.diff() != 1).nonzero().flatten() + 1
+    bounds = [0, *breaks.tolist(), tokens.numel()]
+    width = rows.shape[1] * 4
+    first = tokens[[0, *breaks.tolist()]].tolist()
+    for start, begin, end in zip(first, bounds, bounds[1:], strict=False):
+        yield start * width, rows[begin:end].reshape(-1)
+
+
+def _read_rows(descriptor: int, tokens: Tensor, rows: Tensor) -> int:
+    """Fill contiguous `rows` [n, hidden] from the file; returns the bytes that were there."""
+    done = 0
+    for offset, part in _runs(tokens, rows):
+        view = part.view(torch.uint8).numpy().data
+        while len(view):
+            got = os.preadv(descriptor, [view], offset)
+            if got == 0:
+                return done
+            done, offset, view = done + got, offset + got, view[got:]
+    return done

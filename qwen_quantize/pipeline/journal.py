@@ -1,4 +1,4 @@
-"""What is done: one line per finished layer, so that a killed run loses none of them."""
+"""What is done: one line per finished unit of work, so that a killed run loses none of them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _LONGEST_SHOWN = 60  # characters of a value in a message; a digest is longer an
 class Journal:
     """An append-only JSON-lines file. Its first line names the run; a torn last line is cut off.
 
+    units: what is finished, by name, in the order in which it was; a later line of a name replaces an earlier one.
+
     identity: what a resumed run must share with the interrupted one; its values are what JSON can hold.
 
     Raises UserError when the run was another one or a line is damaged, ResumableError when the disk fails.
@@ -24,7 +26,7 @@ class Journal:
 
     def __init__(self, path: Path, identity: Mapping[str, Any], resume: bool) -> None:
         self.path = path
-        self.layers: dict[int, dict[str, Any]] = {}
+        self.units: dict[str, dict[str, Any]] = {}
         head = _line({"run": dict(identity)})
         whole = found = b""
         if resume:
@@ -55,11 +57,10 @@ class Journal:
             )
         for number, line in enumerate(lines[1:], start=2):
             record = self._parse(line, number)
-            layer = record.get("layer")
-            # JSON's true is an int in Python.
-            if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
+            unit = record.get("unit")
+            if not isinstance(unit, str) or not unit:
                 raise self._damaged(number)
-            self.layers[layer] = record
+            self.units[unit] = record
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:
@@ -76,22 +77,15 @@ class Journal:
             "--overwrite"
         )
 
-    def finish_layer(self, layer: int, record: Mapping[str, Any]) -> None:
-        """Make durable that the layer is finished, and what there is to say about it."""
-        entry = {"layer": layer, **record}
+    def finish(self, unit: str, record: Mapping[str, Any]) -> None:
+        """Make durable that the unit is finished, and what there is to say about it."""
+        entry = {"unit": unit, **record}
         line = _line(entry)
         with disk_errors(self.path, len(line)), self.path.open("ab") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
-        self.layers[layer] = entry
-
-    def next_layer(self) -> int:
-        """The first layer that is not finished."""
-        layer = 0
-        while layer in self.layers:
-            layer += 1
-        return layer
+        self.units[unit] = entry
 
     def _replace(self, content: bytes) -> None:
         with disk_errors(self.path, len(content)), replacing(self.path) as file:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 from qwen_quantize.calibrators.methods import METHODS, Method
-from qwen_quantize.checkpoint.layouts import DEEPSEEK_FP8, BlockLayout, parse_quantization_config
+from qwen_quantize.checkpoint.completeness import check_tensors, stacked_experts
+from qwen_quantize.checkpoint.layouts import DEEPSEEK_FP8, BlockLayout
+from qwen_quantize.checkpoint.planned_source import PlannedSource
 from qwen_quantize.checkpoint.source import CheckpointSource
+from qwen_quantize.checkpoint.stored_linears import LinearReader, StoredKind
 from qwen_quantize.checkpoint.writer import OutputTensor
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, resolve_arithmetic
 from qwen_quantize.chip_profiles.devices import Resolution, resolve_device
@@ -17,31 +19,15 @@ from qwen_quantize.engine.linear import ActivationCast
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
 from qwen_quantize.models.blueprint import Blueprint
-from qwen_quantize.models.lookup import require_blueprint
+from qwen_quantize.models.by_name import linear_modules_by_name
+from qwen_quantize.models.config_values import shown
+from qwen_quantize.models.lookup import BY_ARCHITECTURE, architecture_of, find_blueprint
+from qwen_quantize.pipeline.memory import MemoryPlan, plan_memory
 from qwen_quantize.pipeline.recipe import Recipe
-from qwen_quantize.pipeline.selection import Selection, select_linears
+from qwen_quantize.pipeline.selection import Candidates, Selection, candidates_of, select_linears
+from qwen_quantize.pipeline.tensors import TensorPlan, plan_tensors
 
-_CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_BASE_MEMORY = 450_000_000  # the interpreter with torch and this package, measured and rounded up
-_BATCH_TOKENS = 4096
-
-
-class Action(StrEnum):
-    """What becomes of a tensor."""
-
-    QUANTIZE = "quantize"
-    KEEP = "keep"
-    DROP = "drop"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPlan:
-    """One source tensor and what is written for it."""
-
-    name: str
-    action: Action
-    outputs: tuple[OutputTensor, ...]
-    why: str
+_BLOCK_SIZES = (128, 64, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +40,13 @@ class Plan:
     method: Method
     scheme: Scheme
     layout: BlockLayout
-    blueprint: Blueprint
+    architecture: str
+    blueprint: Blueprint | None  # None: only conversion without data, from tensor names
     selection: Selection
     block: tuple[int, int]
     tensors: tuple[TensorPlan, ...]
     notes: tuple[str, ...]
-    batch_windows: int
+    memory: MemoryPlan
     output_bytes: int
     disk_bytes: int
     peak_memory_bytes: int
@@ -88,43 +75,87 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
             f"--quant-method {recipe.method!r} is not one of the methods here: {', '.join(sorted(METHODS))}"
         )
     scheme = SCHEMES[method.scheme]
-    versions = dict(recipe.versions)
     resolution = resolve_device(
         recipe.device,
         scheme,
-        versions=versions,
+        versions=dict(recipe.versions),
         with_claims=recipe.with_claims,
         allow_unsupported=recipe.allow_unsupported,
     )
     arithmetic = resolve_arithmetic(resolution.profile, scheme, dict(recipe.assume))
-    blueprint = require_blueprint(source.config)
-    selection = select_linears(blueprint, recipe.ignore, recipe.include)
+    architecture, blueprint = architecture_of(source.config), find_blueprint(source.config)
+    linears = LinearReader(source)
+    found = check_tensors(source, linears, blueprint) if blueprint is not None else ()
+    if recipe.dataset is None and stacked_experts(source.names()) is not None:
+        blueprint = None
+    if blueprint is None and recipe.dataset is not None:
+        raise UserError(
+            f"config.json: the architecture {shown(architecture)} has no forward pass here, which calibration needs "
+            f"(there is one for {', '.join(sorted(BY_ARCHITECTURE))}); leave out --calibration-dataset to quantize "
+            "it from its weights alone"
+        )
+    candidates = (
+        _candidates_by_name(source) if blueprint is None else candidates_of(blueprint, source.names())
+    )
+    selection = select_linears(candidates, recipe.ignore, recipe.include)
     layout = DEEPSEEK_FP8
-    support = _support_notes(resolution)
-    block, block_note = _choose_block(blueprint, selection, recipe.block_size)
-    scheme = scheme.with_block(*block)
-    tensors, notes = _plan_tensors(source, blueprint, selection, layout, block)
+    block, block_note = _choose_block(selection, linears, recipe.block_size)
+    tensors, notes = plan_tensors(source, linears, blueprint, selection, layout, block)
     output_bytes = sum(output.nbytes for tensor in tensors for output in tensor.outputs)
-    batch_windows, peak = _plan_memory(recipe, blueprint)
-    config = blueprint.config
-    hidden = recipe.samples * recipe.length * config.hidden_size * 4 if recipe.dataset else 0
+    hidden = 0
+    if recipe.dataset is not None and blueprint is not None:
+        hidden = 2 * 4 * recipe.samples * recipe.length * blueprint.config.hidden_size
+    loss = linears.loss_warning
+    largest = max(math.prod(output.shape) for tensor in tensors for output in tensor.outputs)
+    memory = plan_memory(recipe, blueprint, largest)
     return Plan(
         recipe=recipe,
         resolution=resolution,
         arithmetic=arithmetic,
         method=method,
-        scheme=scheme,
+        scheme=scheme.with_block(*block),
         layout=layout,
+        architecture=architecture,
         blueprint=blueprint,
         selection=selection,
         block=block,
         tensors=tensors,
-        notes=(*support, *block_note, *selection.notes, *notes),
-        batch_windows=batch_windows,
+        notes=(
+            *_support_notes(resolution),
+            *(source.notes if isinstance(source, PlannedSource) else ()),
+            *found,
+            *([loss] if loss is not None else []),
+            *block_note,
+            *selection.notes,
+            *notes,
+            *_next_token_notes(blueprint, candidates),
+        ),
+        memory=memory,
         output_bytes=output_bytes,
-        disk_bytes=output_bytes + 2 * hidden,
-        peak_memory_bytes=peak,
+        disk_bytes=output_bytes + hidden,
+        peak_memory_bytes=memory.peak,
     )
+
+
+def _candidates_by_name(source: CheckpointSource) -> Candidates:
+    modules = linear_modules_by_name({name: source.info(name).shape for name in source.names()})
+    if not modules:
+        raise UserError(
+            f"{source.path}: no tensor looks like a linear of a numbered layer, and the architecture "
+            f"{architecture_of(source.config)!r} has no blueprint here; there is nothing to quantize"
+        )
+    return Candidates(modules, {}, None, None, None, tied=False)
+
+
+def _next_token_notes(blueprint: Blueprint | None, candidates: Candidates) -> tuple[str, ...]:
+    if blueprint is None:
+        return (
+            "quantized from tensor names: this architecture has no forward pass here, so it is not validated",
+        )
+    if candidates.next_token:
+        count = len(blueprint.next_token_layers)
+        return (f"{count} layer{'s' * (count > 1)} for multi-token prediction quantized without data",)
+    return ()
 
 
 def _support_notes(resolution: Resolution) -> tuple[str, ...]:
@@ -143,138 +174,51 @@ def _support_notes(resolution: Resolution) -> tuple[str, ...]:
 
 
 def _choose_block(
-    blueprint: Blueprint, selection: Selection, asked: int | None
+    selection: Selection, linears: LinearReader, asked: int | None
 ) -> tuple[tuple[int, int], tuple[str, ...]]:
-    """Blocks of 128, unless some dimension is not a multiple of it.
+    """The source's own blocks; else blocks of 128, unless some dimension is not a multiple of it.
 
     Readers disagree about partial blocks: transformers on a CPU derives the block from the grid, so that it
-    refuses 576 columns in 5 blocks and misreads 192 rows in 2; vLLM's shards and groups must divide too.
+    refuses 576 columns in 5 blocks and misreads 192 rows in 2; vLLM's shards and groups must divide too. The
+    576 rows of DeepSeek's kv_a_proj_with_mqa are the exception: their published form has the partial block.
     """
     if asked is not None:
-        if asked not in (32, 64, 128):
+        if asked not in _BLOCK_SIZES:
             raise UserError(f"--block-size must be 32, 64 or 128, found {asked}")
         return (asked, asked), ()
-    shapes = _quantized_shapes(blueprint, selection)
-    odd = sorted({size for shape in shapes.values() for size in shape if size % 128})
-    if not odd:
+    own = _source_block(selection, linears)
+    if own is not None:
+        return own, ()
+    sizes = {
+        module: shape for module, shape in selection.quantized.items() if shape[0] % 128 or shape[1] % 128
+    }
+    if not sizes:
         return (128, 128), ()
-    for size in (64, 32):
-        if all(shape[0] % size == 0 and shape[1] % size == 0 for shape in shapes.values()):
+    if all(module.endswith(".kv_a_proj_with_mqa") and not shape[1] % 128 for module, shape in sizes.items()):
+        return (128, 128), (
+            "the last block of kv_a_proj_with_mqa is partial, as in DeepSeek's own checkpoints; transformers on a "
+            "CPU misreads it, vLLM and SGLang read it rightly",
+        )
+    odd = min(size for shape in sizes.values() for size in shape if size % 128)
+    for size in _BLOCK_SIZES[1:]:
+        if all(shape[0] % size == 0 and shape[1] % size == 0 for shape in sizes.values()):
             return (size, size), (
-                f"blocks of {size}x{size}: {odd[0]} features are no multiple of 128, and transformers "
-                "cannot read partial blocks; --block-size 128 writes them for vLLM and SGLang",
+                f"blocks of {size}x{size}: {odd} features are no multiple of 128, and transformers cannot read "
+                "partial blocks; --block-size 128 writes them for vLLM and SGLang",
             )
     return (128, 128), (
         "partial blocks: some dimensions are no multiple of 32, so transformers on a CPU will refuse the folder",
     )
 
 
-def _quantized_shapes(blueprint: Blueprint, selection: Selection) -> dict[str, tuple[int, int]]:
-    chosen = set(selection.quantized)
-    shapes = {
-        name: blueprint.linear_shape(site)
-        for layer in range(blueprint.config.num_layers)
-        for site in blueprint.family.linears
-        if (name := blueprint.layer_name(layer, site.path)) in chosen
-    }
-    head = blueprint.family.head.removesuffix(".weight")
-    if head in chosen:
-        shapes[head] = (blueprint.config.vocab_size, blueprint.config.hidden_size)
-    if not shapes:
-        raise UserError("the patterns leave no linear to quantize")
-    return shapes
-
-
-def _plan_tensors(
-    source: CheckpointSource,
-    blueprint: Blueprint,
-    selection: Selection,
-    layout: BlockLayout,
-    block: tuple[int, int],
-) -> tuple[tuple[TensorPlan, ...], tuple[str, ...]]:
-    shapes = _quantized_shapes(blueprint, selection)
-    quantized_source = parse_quantization_config(source.config) is not None
-    kept_dtype = _CONFIG_DTYPES.get(blueprint.config.dtype, "BF16") if source.kind == "gguf" else None
-    expected = blueprint.expected_tensors()
-    plans: dict[str, TensorPlan] = {}
-    notes = []
-    for name in source.names():
-        info = source.info(name)
-        module = name.removesuffix(".weight")
-        if name.endswith(layout.scale_suffix) and quantized_source:
-            plans[name] = TensorPlan(name, Action.DROP, (), "scale of a source block, used while reading")
-        elif module in shapes and name.endswith(".weight"):
-            shape = shapes[module]
-            outputs = (
-                OutputTensor(layout.weight_name(module), layout.weight_dtype, shape),
-                OutputTensor(layout.scale_name(module), layout.scale_dtype, layout.scale_shape(shape, block)),
-            )
-            plans[name] = TensorPlan(name, Action.QUANTIZE, outputs, "linear of a decoder layer")
-        elif name == blueprint.family.head and blueprint.config.tie_word_embeddings:
-            plans[name] = TensorPlan(name, Action.DROP, (), "tied to the embedding, stored once")
-            notes.append(f"{name} is tied to the embedding and is stored once")
-        else:
-            dtype = kept_dtype or info.dtype
-            if info.dtype.startswith("F8"):
-                dtype = _CONFIG_DTYPES.get(blueprint.config.dtype, "BF16")
-            why = _why_kept(name, blueprint) if name in expected else "not part of the decoder; copied"
-            plans[name] = TensorPlan(name, Action.KEEP, (OutputTensor(name, dtype, tuple(info.shape)),), why)
-    return tuple(plans[name] for name in _writing_order(plans, expected)), tuple(notes)
-
-
-def _why_kept(name: str, blueprint: Blueprint) -> str:
-    if name == blueprint.family.embedding:
-        return "embedding"
-    if name == blueprint.family.head:
-        return "head"
-    return "norm" if "norm" in name else "bias" if name.endswith(".bias") else "kept by a pattern"
-
-
-def _writing_order(plans: Mapping[str, TensorPlan], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The model's own order, then whatever else the source holds, by name."""
-    ordered = [name for name in expected if name in plans]
-    return ordered + sorted(set(plans) - set(ordered))
-
-
-def layer_memory(blueprint: Blueprint) -> int:
-    """Bytes of one layer's linears as float32, and of the largest second moment beside its factor."""
-    shapes = [blueprint.linear_shape(site) for site in blueprint.family.linears]
-    weights = sum(4 * out_features * in_features for out_features, in_features in shapes)
-    largest = max(in_features for _, in_features in shapes)
-    moments = sum(8 * in_features**2 for in_features in {shape[1] for shape in shapes})
-    return 3 * weights + moments + 4 * 8 * largest**2
-
-
-def validation_memory(blueprint: Blueprint, tokens: int, head_batch_bytes: int) -> int:
-    """Expected peak in bytes of comparing two models in lockstep: a layer and a head of each, all states."""
-    config = blueprint.config
-    shapes = [blueprint.linear_shape(site) for site in blueprint.family.linears]
-    layers = 2 * 2 * sum(4 * out_features * in_features for out_features, in_features in shapes)
-    heads = (2 * 4 + 2) * config.vocab_size * config.hidden_size
-    states = 3 * 4 * tokens * config.hidden_size
-    return _BASE_MEMORY + max(layers, heads + 6 * head_batch_bytes) + states
-
-
-def _plan_memory(recipe: Recipe, blueprint: Blueprint) -> tuple[int, int]:
-    """(windows per batch, expected peak in bytes); refuses a ceiling that nothing fits under."""
-    config = blueprint.config
-    embedding = 6 * config.vocab_size * config.hidden_size  # read as stored, checked, written
-    fixed = _BASE_MEMORY + max(layer_memory(blueprint), embedding)
-    widest = 6 * config.hidden_size + 4 * config.intermediate_size + 4 * config.num_heads * config.head_dim
-    per_window = 4 * recipe.length * (widest + config.num_heads * min(recipe.length, 64))
-    batch = max(1, _BATCH_TOKENS // recipe.length)
-    if recipe.dataset is not None and recipe.length > config.max_position:
-        raise UserError(
-            f"--calibration-length {recipe.length} is more than this model's context of {config.max_position}"
-        )
-    if recipe.dataset is None:
-        batch, per_window = 1, 0
-    if recipe.max_memory is not None:
-        room = recipe.max_memory - fixed
-        if room < per_window:
-            raise UserError(
-                f"--max-memory {recipe.max_memory} bytes is too little: one layer of this model with one "
-                f"calibration window of {recipe.length} tokens needs about {fixed + per_window} bytes"
-            )
-        batch = min(batch, room // per_window) if per_window else batch
-    return batch, fixed + batch * per_window
+def _source_block(selection: Selection, linears: LinearReader) -> tuple[int, int] | None:
+    """The block of a source that is in block FP8 already: whatever reads it reads the result."""
+    for module in selection.quantized:
+        if linears.is_quantized(module):
+            stored = linears.describe(module)
+            if stored.kind is StoredKind.BLOCK_FP8 and stored.block in [
+                (size, size) for size in _BLOCK_SIZES
+            ]:
+                return stored.block
+            return None
+    return None

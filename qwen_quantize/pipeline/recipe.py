@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from qwen_quantize.calibrators.experts import ExpertPolicy
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -18,6 +20,7 @@ class Recipe:
     samples: int = 16
     length: int = 512
     seed: int = 0
+    expert_policy: ExpertPolicy = ExpertPolicy.SHRINK
     ignore: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     block_size: int | None = None
@@ -31,6 +34,7 @@ class Recipe:
     def as_record(self) -> dict[str, object]:
         """Every field, as JSON can hold it: a resumed run must ask for exactly the same."""
         record = asdict(self)
+        record["expert_policy"] = self.expert_policy.value
         record["versions"] = dict(self.versions)
         record["assume"] = dict(self.assume)
         record["ignore"], record["include"] = list(self.ignore), list(self.include)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +20,21 @@ from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.tokenizer import Tokenizer, load_tokenizer
 from qwen_quantize.errors import ResumableError, UserError
 from qwen_quantize.formats.kernel_calls import native_library
+from qwen_quantize.models.blueprint import Blueprint
+from qwen_quantize.pipeline.calibrate import calibrate
+from qwen_quantize.pipeline.convert_rest import convert_rest
+from qwen_quantize.pipeline.hidden import HiddenStates
 from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.recipe import Output
-from qwen_quantize.pipeline.stream import LinearRecord, quantize_layers, require_finite, write_rest
+from qwen_quantize.pipeline.solving import require_finite
+from qwen_quantize.pipeline.stream import Calibration
+from qwen_quantize.pipeline.tensors import Action
 from qwen_quantize.pipeline.texts import CalibrationTokens, calibration_batches, load_documents
 
 Progress = Callable[[str, int, int], None]
 
-MANIFEST_NAME = "qwen_quantize.json"
+_ROWS_CHECKED = 4096  # rows of an embedding that are looked at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,6 @@ class StagedRun:
     folder: OutputFolder
     journal: Journal
     calibration: CalibrationTokens | None
-    head: tuple[LinearRecord, ...]
 
 
 @contextmanager
@@ -87,13 +90,16 @@ def read_calibration(plan: Plan, reader: ModelReader) -> CalibrationTokens | Non
     return calibration
 
 
-def quantize(plan: Plan, reader: ModelReader, output: Output, progress: Progress) -> StagedRun:
-    """Write every weight into the staging folder. A UserError leaves nothing behind, unless it is resumable."""
-    calibration = read_calibration(plan, reader)
+def quantize(
+    plan: Plan, source: CheckpointSource, reader: ModelReader | None, output: Output, progress: Progress
+) -> StagedRun:
+    """Write every weight into the staging folder. A UserError leaves nothing behind, unless it is resumable.
+
+    reader: of the source, where its architecture has a forward pass.
+    """
+    calibration = None if reader is None else read_calibration(plan, reader)
     if not output.resume:
-        tokens = 0 if calibration is None else calibration.tokens.numel()
-        hidden = 2 * 4 * tokens * plan.blueprint.config.hidden_size
-        require_free_space(output.path.parent, plan.output_bytes + hidden)
+        require_free_space(output.path.parent, plan.disk_bytes)
     folder = OutputFolder(
         output.path,
         plan_shards(plan.outputs, plan.recipe.max_shard_bytes),
@@ -101,7 +107,7 @@ def quantize(plan: Plan, reader: ModelReader, output: Output, progress: Progress
         overwrite=output.overwrite,
     )
     try:
-        return _fill(plan, reader, calibration, folder, output.resume, progress)
+        return _fill(plan, source, reader, calibration, folder, output.resume, progress)
     except ResumableError:
         folder.close()
         raise
@@ -118,13 +124,13 @@ def quantize(plan: Plan, reader: ModelReader, output: Output, progress: Progress
 
 def _fill(
     plan: Plan,
-    reader: ModelReader,
+    source: CheckpointSource,
+    reader: ModelReader | None,
     calibration: CalibrationTokens | None,
     folder: OutputFolder,
     resume: bool,
     progress: Progress,
 ) -> StagedRun:
-    source = reader.source
     identity = {
         "version": qwen_quantize.__version__,
         "torch version": torch.__version__,
@@ -137,114 +143,50 @@ def _fill(
         "kernels": "native" if native_library() is not None else "torch",
     }
     journal = Journal(folder.staging / "journal.jsonl", identity, resume)
-    if journal.next_layer() == 0:
-        _check_outside_layers(plan, reader)
-    tokens = None if calibration is None else calibration.tokens
-    quantize_layers(plan, reader, folder, journal, tokens, progress)
-    head = write_rest(plan, reader, folder)
+    if calibration is not None and reader is not None and plan.blueprint is not None:
+        if not journal.units:
+            check_outside_layers(source, plan.blueprint)
+        windows, length = calibration.tokens.shape
+        states = HiddenStates(folder.staging / "work", windows, length, plan.blueprint.config.hidden_size)
+        run = Calibration(plan, plan.blueprint, reader, folder, journal, states)
+        calibrate(run, calibration.tokens, progress)
+    convert_rest(plan, source, folder, journal, progress)
     folder.add_file("config.json", _config_bytes(plan, source))
     for name, content in source.side_files().items():
         folder.add_file(name, content)
     folder.sync()
     folder.write_index()
-    return StagedRun(plan, folder, journal, calibration, tuple(head))
+    return StagedRun(plan, folder, journal, calibration)
 
 
-def _check_outside_layers(plan: Plan, reader: ModelReader) -> None:
+def check_outside_layers(source: CheckpointSource, blueprint: Blueprint) -> None:
     """Embedding, head and final norm are written last but checked first: no hours lost to a NaN in them."""
-    family, config = plan.blueprint.family, plan.blueprint.config
+    family, config = blueprint.family, blueprint.config
     names = [family.embedding, family.final_norm]
     if not config.tie_word_embeddings:
         names.append(family.head)
     for name in names:
-        tensor = reader.source.read(name)
-        if name.endswith(".weight") and tensor.dtype == torch.float8_e4m3fn:
-            tensor = reader.read_linear(name.removesuffix(".weight"))
-        require_finite(reader, name, tensor)
+        rows = source.info(name).shape[0]
+        for start in range(0, rows, _ROWS_CHECKED):
+            part = source.read_rows(name, start, min(start + _ROWS_CHECKED, rows))
+            if part.dtype.is_floating_point and part.element_size() > 1:
+                require_finite(source.path, name, part.float(), start)
 
 
 def _config_bytes(plan: Plan, source: CheckpointSource) -> bytes:
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    kept = list(plan.selection.kept)
-    config["quantization_config"] = deepseek_quantization_config(plan.block, kept)
+    kept = dict.fromkeys((*plan.selection.kept, *_kept_matrices(plan)))
+    config["quantization_config"] = deepseek_quantization_config(plan.block, list(kept))
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def build_manifest(
-    staged: StagedRun, source: CheckpointSource, validation: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """The record of what was done: everything in it is reproducible, so it holds no times."""
-    plan = staged.plan
-    arithmetic, profile = plan.arithmetic, plan.resolution.profile
-    cast = arithmetic.activation_cast
-    actions = [tensor.action.value for tensor in plan.tensors]
-    source_bytes = sum(source.info(name).nbytes for name in source.names())
-    activation = plan.scheme.activation
-    calibration = staged.calibration
-    local = Path(plan.recipe.model_path)
-    notes = list(plan.notes)
-    if calibration is not None and calibration.note:
-        notes.append(f"calibration text: {calibration.note}")
-    return {
-        "tool": {"name": "qwen_quantize", "version": qwen_quantize.__version__},
-        "source": {
-            "path": str(local.resolve() if local.exists() else local),
-            "kind": source.kind,
-            "architecture": plan.blueprint.config.architecture,
-            "fingerprint": source.fingerprint(),
-            "parameters": sum(math.prod(shape) for shape in plan.blueprint.expected_tensors().values()),
-        },
-        "request": plan.recipe.as_record(),
-        "chip": {
-            "name": profile.name,
-            "vendor": profile.chip.vendor,
-            "asked": plan.recipe.device,
-            "why": plan.resolution.alias_explanation,
-            "versions": dict(profile.versions),
-            "fingerprint": arithmetic.fingerprint,
-            "activation_cast": {
-                "rounding": cast.rounding.value,
-                "overflow": cast.overflow.value,
-                "subnormals": cast.subnormals.value,
-                "nan": cast.nan.value,
-            },
-            "activation_scale_rule": arithmetic.activation_scale_rule.value,
-            "accumulator": arithmetic.accumulator.format,
-            "arithmetic": arithmetic.fields(),
-            "support": plan.resolution.verdict.status.value,
-            "support_reason": plan.resolution.verdict.reason,
-        },
-        "method": plan.method.name,
-        "layout": plan.layout.name,
-        "block": list(plan.block),
-        "scheme": {
-            "weight": plan.scheme.weight.format.name,
-            "activation": None if activation is None else activation.format.name,
-            "scale": plan.scheme.weight.scale_format.name,
-        },
-        "calibration": None
-        if calibration is None
-        else {
-            "dataset": plan.recipe.dataset,
-            "windows": calibration.tokens.shape[0],
-            "length": calibration.tokens.shape[1],
-            "tokens": calibration.tokens.numel(),
-            "sha256": calibration.sha256,
-            "note": calibration.note,
-        },
-        "assumptions": [asdict(assumption) for assumption in arithmetic.assumptions],
-        "notes": notes,
-        "tensors": {
-            "quantized": actions.count("quantize"),
-            "kept": actions.count("keep"),
-            "dropped": actions.count("drop"),
-        },
-        "output_bytes": plan.output_bytes,
-        "source_bytes": source_bytes,
-        "layers": [
-            {"layer": layer, **{key: record[key] for key in ("linears", "streams")}}
-            for layer, record in sorted(staged.journal.layers.items())
-        ],
-        "head": [asdict(record) for record in staged.head],
-        "validation": None if validation is None else dict(validation),
-    }
+def _kept_matrices(plan: Plan) -> list[str]:
+    """Modules with a matrix that is no linear here but may be one to a reader: routers, gates, joining layers."""
+    return [
+        tensor.name.removesuffix(".weight")
+        for tensor in plan.tensors
+        if tensor.action is Action.KEEP
+        and tensor.name.endswith(".weight")
+        and len(tensor.outputs[0].shape) == 2
+        and "embed" not in tensor.name
+    ]

@@ -4,20 +4,73 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qwen_quantize.errors import UserError
 from qwen_quantize.models.blueprint import Blueprint
 
+Shape = tuple[int, int]
+
+# Linears that engines run as one product, by the last part of their names.
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+_FUSED_WITH = {name: names[0] for names in _FUSED for name in names}
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The linears that patterns choose from: module name -> (out, in), in checkpoint order.
+
+    decoder: those of the layers that the forward pass runs; next_token: those of layers for multi-token
+    prediction; head: the output head, None where it is tied to the embedding or unknown.
+    """
+
+    decoder: Mapping[str, Shape]
+    next_token: Mapping[str, Shape]
+    head: str | None
+    head_shape: Shape | None
+    embedding: str | None
+    tied: bool
+
+    def shapes(self) -> dict[str, Shape]:
+        found = {**self.decoder, **self.next_token}
+        if self.head is not None and self.head_shape is not None:
+            found[self.head] = self.head_shape
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Module names, in checkpoint order. `kept` are linears that stay as they are."""
+    """Module name -> shape of what is quantized, and the names of linears that stay as they are."""
 
-    quantized: tuple[str, ...]
+    quantized: Mapping[str, Shape]
     kept: tuple[str, ...]
     notes: tuple[str, ...]
+
+
+def candidates_of(blueprint: Blueprint, names: Iterable[str]) -> Candidates:
+    """The linears of a model whose architecture is known; names: what the checkpoint holds."""
+    family, config = blueprint.family, blueprint.config
+    present = set(names)
+    next_token = {
+        module: shape
+        for module, shape in blueprint.next_token_modules().items()
+        if any(f"{module}{ending}" in present for ending in (".weight", ".weight_packed"))
+    }
+    return Candidates(
+        decoder=blueprint.linear_modules(),
+        next_token=next_token,
+        head=family.head.removesuffix(".weight"),
+        head_shape=(config.vocab_size, config.hidden_size),
+        embedding=family.embedding.removesuffix(".weight"),
+        tied=config.tie_word_embeddings,
+    )
 
 
 def _matches(pattern: str, names: Sequence[str]) -> list[str]:
@@ -30,24 +83,18 @@ def _matches(pattern: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if fnmatch.fnmatchcase(name, pattern) or name.endswith("." + pattern)]
 
 
-def select_linears(blueprint: Blueprint, ignore: Sequence[str], include: Sequence[str]) -> Selection:
-    """All linears of the decoder layers, less `ignore`, plus `include`.
+def select_linears(candidates: Candidates, ignore: Sequence[str], include: Sequence[str]) -> Selection:
+    """All linears of the layers, less `ignore`, plus `include`; the head only where it is included.
 
     A pattern is a glob over module names (`model.layers.0.*`), a bare last part (`down_proj`) or a regular
     expression after `re:`. A pattern that matches nothing is a UserError, and so is a choice that splits
-    linears which engines fuse (query, key, value; gate, up).
+    linears which engines fuse (query, key, value; gate, up; the experts of a layer).
     """
-    family, config = blueprint.family, blueprint.config
-    layer_linears = [
-        blueprint.layer_name(layer, site.path)
-        for layer in range(config.num_layers)
-        for site in family.linears
-    ]
-    head = family.head.removesuffix(".weight")
-    embedding = family.embedding.removesuffix(".weight")
-    names = [*layer_linears, head]
-    chosen = dict.fromkeys(layer_linears, True)
-    chosen[head] = False
+    chosen = dict.fromkeys((*candidates.decoder, *candidates.next_token), True)
+    head = candidates.head
+    if head is not None:
+        chosen[head] = False
+    names = list(chosen)
     for pattern in ignore:
         matched = _matches(pattern, names)
         if not matched:
@@ -57,32 +104,51 @@ def select_linears(blueprint: Blueprint, ignore: Sequence[str], include: Sequenc
     for pattern in include:
         matched = _matches(pattern, names)
         if not matched:
-            if _matches(pattern, [embedding]):
+            if candidates.embedding is not None and _matches(pattern, [candidates.embedding]):
                 raise UserError(f"--include {pattern!r}: an embedding cannot be stored in block FP8")
             raise UserError(f"--include {pattern!r} matches no linear of this model; one is {names[0]!r}")
         chosen.update(dict.fromkeys(matched, True))
-    if chosen[head]:
-        if config.tie_word_embeddings:
+    if head is not None and chosen[head]:
+        if candidates.tied:
             raise UserError(
                 f"--include: {head!r} is tied to the embedding and cannot be quantized without changing it"
             )
         notes.append("the head is quantized: transformers, vLLM and SGLang expect it in high precision")
-    _check_fused(blueprint, chosen)
+    if not any(chosen.values()):
+        raise UserError("the patterns leave no linear to quantize")
+    if ignore or include:
+        _check_fused(chosen)
+    shapes = candidates.shapes()
     return Selection(
-        quantized=tuple(name for name in names if chosen[name]),
+        quantized={name: shapes[name] for name in names if chosen[name]},
         kept=tuple(name for name in names if not chosen[name]),
         notes=tuple(notes),
     )
 
 
-def _check_fused(blueprint: Blueprint, chosen: dict[str, bool]) -> None:
-    for layer in range(blueprint.config.num_layers):
-        for sites in blueprint.streams().values():
-            members = [blueprint.layer_name(layer, site.path) for site in sites]
-            states = {chosen[name] for name in members}
-            if len(states) > 1:
-                kept = [name for name in members if not chosen[name]]
-                raise UserError(
-                    f"the patterns keep {', '.join(kept)} but quantize its siblings; engines fuse "
-                    f"{', '.join(members)}, so keep or quantize them together"
-                )
+def _fusion_of(module: str) -> str | None:
+    """What a linear is fused into, None for one that runs alone."""
+    expert = _EXPERT.search(module)
+    if expert is not None:
+        return module[: expert.start()] + ".experts"
+    parent, _, last = module.rpartition(".")
+    return f"{parent}:{_FUSED_WITH[last]}" if last in _FUSED_WITH else None
+
+
+def _check_fused(chosen: Mapping[str, bool]) -> None:
+    groups: dict[str, list[str]] = {}
+    for name in chosen:
+        fusion = _fusion_of(name)
+        if fusion is not None:
+            groups.setdefault(fusion, []).append(name)
+    for members in groups.values():
+        kept = [name for name in members if not chosen[name]]
+        if kept and len(kept) < len(members):
+            raise UserError(
+                f"the patterns keep {_some(kept)} but quantize its siblings; engines fuse {_some(members)}, so "
+                "keep or quantize them together"
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -106,7 +106,7 @@ def test_memory_ceiling_counts_the_validation(tmp_path: Path, dataset: Path) -> 
             capture_output=True, text=True,
         )  # fmt: skip
 
-    small = command("600MB")
+    small = command("560MB")
     assert small.returncode == 2
     assert "--no-validate" in small.stderr
     large = command("1000MB")

@@ -42,7 +42,7 @@ def held_out(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("stop_at", ["after 1", "after 3", "before 0", "before 2"])
+@pytest.mark.parametrize("stop_at", ["after 1", "after 3", "before 0", "before 2", "after 6"])
 def test_interrupted_run_resumes_to_the_same_bytes(
     stop_at: str,
     model: Path,
@@ -54,23 +54,23 @@ def test_interrupted_run_resumes_to_the_same_bytes(
 ) -> None:
     assert run(*command(model, tmp_path / "whole", dataset, held_out)).exit_code == 0
     when, count = stop_at.split()
-    finish, seen = Journal.finish_layer, []
+    finish, seen = Journal.finish, []
 
-    def stopping(self: Journal, layer: int, record: dict[str, object]) -> None:
-        if when == "before" and layer == int(count):
+    def stopping(self: Journal, unit: str, record: dict[str, object]) -> None:
+        if when == "before" and len(seen) == int(count):
             raise KeyboardInterrupt
-        finish(self, layer, record)
-        seen.append(layer)
+        finish(self, unit, record)
+        seen.append(unit)
         if when == "after" and len(seen) == int(count):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Journal, "finish_layer", stopping)
+    monkeypatch.setattr(Journal, "finish", stopping)
     arguments = command(model, tmp_path / "out", dataset, held_out)
     stopped = CliRunner().invoke(app, arguments)
     assert stopped.exit_code == 130
     assert "--resume" in stopped.stderr
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(Journal, "finish_layer", finish)
+    monkeypatch.setattr(Journal, "finish", finish)
     refused = run(*arguments)
     assert refused.exit_code == 2
     assert "--resume" in refused.stderr
@@ -87,12 +87,12 @@ def test_resume_with_another_request_is_refused(
     run: Callable[..., Result],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def stopping(_self: Journal, _layer: int, _record: dict[str, object]) -> None:
+    def stopping(_self: Journal, _unit: str, _record: dict[str, object]) -> None:
         raise KeyboardInterrupt
 
     arguments = command(model, tmp_path / "out", dataset, held_out)
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "finish_layer", stopping)
+        patch.setattr(Journal, "finish", stopping)
         CliRunner().invoke(app, arguments)
     result = run(*arguments, "--resume", "--seed", "7")
     assert result.exit_code == 2

@@ -173,7 +173,7 @@ def test_states_are_durable_before_anyone_relies_on_them(
 def journal_of_three(path: Path) -> bytes:
     journal = Journal(path, IDENTITY, False)
     for layer in range(3):
-        journal.finish_layer(layer, {"linears": [layer], "streams": []})
+        journal.finish(f"layers.{layer}.mlp", {"linears": [layer], "streams": []})
     return path.read_bytes()
 
 
@@ -182,12 +182,12 @@ def test_a_journal_comes_back(tmp_path: Path) -> None:
     whole = journal_of_three(path)
     inode = path.stat().st_ino
     journal = Journal(path, IDENTITY, True)
-    assert journal.next_layer() == 3
-    assert journal.layers[1] == {"layer": 1, "linears": [1], "streams": []}
+    assert list(journal.units) == [f"layers.{layer}.mlp" for layer in range(3)]
+    assert journal.units["layers.1.mlp"] == {"unit": "layers.1.mlp", "linears": [1], "streams": []}
     assert path.read_bytes() == whole
     assert path.stat().st_ino == inode, "a whole journal is not written again"
-    assert Journal(path, IDENTITY, False).next_layer() == 0
-    assert Journal(path, IDENTITY, True).next_layer() == 0
+    assert len(Journal(path, IDENTITY, False).units) == 0
+    assert len(Journal(path, IDENTITY, True).units) == 0
 
 
 def test_a_journal_cut_at_any_byte(tmp_path: Path) -> None:
@@ -197,23 +197,23 @@ def test_a_journal_cut_at_any_byte(tmp_path: Path) -> None:
         path.write_bytes(whole[:end])
         journal = Journal(path, IDENTITY, True)
         finished = max(whole[:end].count(b"\n") - 1, 0)
-        assert journal.next_layer() == finished
+        assert len(journal.units) == finished
         for layer in range(finished, 3):
-            journal.finish_layer(layer, {"linears": [layer], "streams": []})
+            journal.finish(f"layers.{layer}.mlp", {"linears": [layer], "streams": []})
         assert path.read_bytes() == whole
     assert files(tmp_path) == ["journal.jsonl"]
 
 
 def test_a_lost_journal_starts_again(tmp_path: Path) -> None:
-    assert Journal(tmp_path / "journal.jsonl", IDENTITY, True).next_layer() == 0
+    assert len(Journal(tmp_path / "journal.jsonl", IDENTITY, True).units) == 0
     assert files(tmp_path) == ["journal.jsonl"]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "damage",
-    [b"", b"{", b"\0\0\0", b"\xff\xfe", b"[]", b"1", b"{}", b'{"layer": "1"}', b'{"layer": true}',
-     b'{"layer": -1}', b'{"layer": 1.0}', b'{"run": []}', b"[" * 100_000],
+    [b"", b"{", b"\0\0\0", b"\xff\xfe", b"[]", b"1", b"{}", b'{"unit": 1}', b'{"unit": true}',
+     b'{"unit": ""}', b'{"unit": null}', b'{"run": []}', b"[" * 100_000],
 )  # fmt: skip
 def test_a_damaged_line(number: int, damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
@@ -273,7 +273,7 @@ def test_a_disk_that_fails_while_a_journal_begins_or_is_repaired(
             Journal(path, IDENTITY, True)
     assert path.read_bytes() == torn
     assert files(tmp_path) == ["journal.jsonl"]
-    assert Journal(path, IDENTITY, True).next_layer() == 2
+    assert len(Journal(path, IDENTITY, True).units) == 2
 
 
 @pytest.mark.parametrize(("owner", "call"), [(Path, "open"), (os, "fsync")])
@@ -285,10 +285,10 @@ def test_a_disk_that_fails_while_a_layer_is_finished(
     with monkeypatch.context() as patch:
         patch.setattr(owner, call, failing(errno.ENOSPC))
         with pytest.raises(ResumableError, match=r"disk is full: .*journal\.jsonl.*make room.*--resume"):
-            journal.finish_layer(0, {})
-    assert journal.next_layer() == 0
+            journal.finish("layers.0.mlp", {})
+    assert not journal.units
     journal = Journal(path, IDENTITY, True)
-    journal.finish_layer(journal.next_layer(), {})
+    journal.finish("layers.0.mlp", {})
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
@@ -298,3 +298,26 @@ def test_a_journal_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "read_bytes", failing(errno.EIO))
     with pytest.raises(ResumableError, match=r"journal\.jsonl cannot be read.*--resume"):
         Journal(path, IDENTITY, True)
+
+
+def test_states_are_gathered_and_added_to_by_token(tmp_path: Path) -> None:
+    states = states_in(tmp_path)
+    store(states, 2)
+    flat = STATES.reshape(12, 2)
+    tokens = torch.tensor([0, 1, 2, 5, 9, 10])
+    assert torch.equal(states.gather(2, tokens), flat[tokens])
+    assert states.gather(2, torch.tensor([], dtype=torch.int64)).shape == (0, 2)
+    writer = states.begin(3)
+    writer.append(STATES)
+    values = torch.arange(12, dtype=torch.float32).reshape(6, 2)
+    writer.add(tokens, values)
+    writer.add(tokens[3:], values[3:])
+    writer.finish()
+    expected = flat.clone()
+    expected[tokens] += values
+    expected[tokens[3:]] += values[3:]
+    assert torch.equal(states.read(3, 0, 4).reshape(12, 2), expected)
+    with pytest.raises(UserError, match="shorter than it must be"):
+        states.gather(2, torch.tensor([11, 12]))
+    with pytest.raises(ValueError, match="appended"):
+        states.begin(4).add(tokens, values)

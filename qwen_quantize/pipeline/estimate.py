@@ -1,0 +1,110 @@
+"""How long a plan will take on this machine: counted operations over rates that are measured for a moment."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qwen_quantize.calibrators.block_convert import quantize_rows
+from qwen_quantize.checkpoint.disk import free_bytes
+from qwen_quantize.checkpoint.source import CheckpointSource
+from qwen_quantize.models.blueprint import Blueprint, Half
+from qwen_quantize.pipeline.plan import Plan
+from qwen_quantize.pipeline.tensors import Action
+
+_PRODUCT_SIZE = 768
+_SAMPLE_SHAPE = (512, 4096)
+_WRITTEN_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """products: float32 operations per second of a matrix product; elements: weights quantized per second
+    without data; disk: bytes per second written durably."""
+
+    products: float
+    elements: float
+    disk: float
+
+
+def measure_rates(plan: Plan, folder: Path) -> Rates:
+    """About a second of work; folder: where the output will go, or a parent of it that exists."""
+    return Rates(_product_rate(), _element_rate(plan), _disk_rate(folder))
+
+
+def _product_rate() -> float:
+    a = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
+    a @ a
+    begin = time.perf_counter()
+    for _ in range(4):
+        a @ a
+    return 4 * 2 * _PRODUCT_SIZE**3 / (time.perf_counter() - begin)
+
+
+def _element_rate(plan: Plan) -> float:
+    weight = torch.randn(_SAMPLE_SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
+    quantize_rows(weight, plan.block, plan.arithmetic.weight_cast)
+    begin = time.perf_counter()
+    quantize_rows(weight, plan.block, plan.arithmetic.weight_cast)
+    return weight.numel() / (time.perf_counter() - begin)
+
+
+def _disk_rate(folder: Path) -> float:
+    existing = folder.absolute()
+    while not existing.is_dir():
+        existing = existing.parent
+    if free_bytes(existing) < 4 * _WRITTEN_BYTES or not os.access(existing, os.W_OK):
+        return 0.25e9
+    data = os.urandom(1 << 20)
+    with tempfile.TemporaryFile(dir=existing) as file:
+        begin = time.perf_counter()
+        for _ in range(_WRITTEN_BYTES >> 20):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        return _WRITTEN_BYTES / (time.perf_counter() - begin)
+
+
+def estimate_seconds(plan: Plan, source: CheckpointSource, rates: Rates) -> float:
+    """Seconds from the first read to the last written byte, without validation."""
+    shapes = plan.selection.quantized.values()
+    elements = sum(rows * columns for rows, columns in shapes)
+    read = sum(source.info(tensor.name).nbytes for tensor in plan.tensors if tensor.action is not Action.DROP)
+    moved = plan.output_bytes / rates.disk + read / (4 * rates.disk)
+    if plan.recipe.dataset is None or plan.blueprint is None:
+        return max(moved, elements / rates.elements)
+    return moved + elements / rates.elements + _operations(plan, plan.blueprint) / rates.products
+
+
+def _operations(plan: Plan, blueprint: Blueprint) -> float:
+    """Forward passes before and after, second moments, factorizations and compensated rounding."""
+    tokens = plan.recipe.samples * plan.recipe.length
+    total = 0.0
+    for layer in range(blueprint.num_layers):
+        for half in Half:
+            for sites in blueprint.streams(layer, half).values():
+                total += _group_operations([blueprint.linear_shape(site, layer) for site in sites], tokens)
+        experts = blueprint.num_experts(layer)
+        if not experts:
+            continue
+        moe = blueprint.config.moe
+        share = tokens * (moe.experts_per_token if moe is not None else 1) / experts
+        for sites in blueprint.expert_streams(layer).values():
+            shapes = [blueprint.linear_shape(site, layer) for site in sites]
+            total += experts * _group_operations(shapes, int(share))
+    return total
+
+
+def _group_operations(shapes: list[tuple[int, int]], tokens: int) -> float:
+    """Of one group that shares an input; float64 work counts double."""
+    columns = shapes[0][1]
+    rows = sum(shape[0] for shape in shapes)
+    forward = 2 * 2 * tokens * rows * columns
+    moments = tokens * columns**2
+    factor = 2 * (columns**3 / 3 + columns**3 / 3)
+    return forward + moments + factor + rows * columns**2 + 4 * rows * columns**2

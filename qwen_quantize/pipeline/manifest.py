@@ -1,0 +1,124 @@
+"""The record of what was done: everything in it is reproducible, so it holds no times."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import qwen_quantize
+from qwen_quantize.checkpoint.source import CheckpointSource
+from qwen_quantize.pipeline.journal import Journal
+from qwen_quantize.pipeline.plan import Plan
+from qwen_quantize.pipeline.texts import CalibrationTokens
+
+MANIFEST_NAME = "qwen_quantize.json"
+
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+def build_manifest(
+    plan: Plan,
+    journal: Journal,
+    calibration: CalibrationTokens | None,
+    source: CheckpointSource,
+    validation: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Chip, method, data, assumptions, and the error of every linear."""
+    arithmetic, profile = plan.arithmetic, plan.resolution.profile
+    cast, activation = arithmetic.activation_cast, plan.scheme.activation
+    actions = [tensor.action.value for tensor in plan.tensors]
+    local = Path(plan.recipe.model_path)
+    notes = list(plan.notes)
+    if calibration is not None and calibration.note:
+        notes.append(f"calibration text: {calibration.note}")
+    layers, outside = layer_records(journal)
+    return {
+        "tool": {"name": "qwen_quantize", "version": qwen_quantize.__version__},
+        "source": {
+            "path": str(local.resolve() if local.exists() else local),
+            "kind": source.kind,
+            "architecture": plan.architecture,
+            "fingerprint": source.fingerprint(),
+            "parameters": _parameters(plan),
+        },
+        "request": plan.recipe.as_record(),
+        "chip": {
+            "name": profile.name,
+            "vendor": profile.chip.vendor,
+            "asked": plan.recipe.device,
+            "why": plan.resolution.alias_explanation,
+            "versions": dict(profile.versions),
+            "fingerprint": arithmetic.fingerprint,
+            "activation_cast": {
+                "rounding": cast.rounding.value,
+                "overflow": cast.overflow.value,
+                "subnormals": cast.subnormals.value,
+                "nan": cast.nan.value,
+            },
+            "activation_scale_rule": arithmetic.activation_scale_rule.value,
+            "accumulator": arithmetic.accumulator.format,
+            "arithmetic": arithmetic.fields(),
+            "support": plan.resolution.verdict.status.value,
+            "support_reason": plan.resolution.verdict.reason,
+        },
+        "method": plan.method.name,
+        "layout": plan.layout.name,
+        "block": list(plan.block),
+        "scheme": {
+            "weight": plan.scheme.weight.format.name,
+            "activation": None if activation is None else activation.format.name,
+            "scale": plan.scheme.weight.scale_format.name,
+        },
+        "calibration": None
+        if calibration is None
+        else {
+            "dataset": plan.recipe.dataset,
+            "windows": calibration.tokens.shape[0],
+            "length": calibration.tokens.shape[1],
+            "tokens": calibration.tokens.numel(),
+            "sha256": calibration.sha256,
+            "note": calibration.note,
+        },
+        "assumptions": [asdict(assumption) for assumption in arithmetic.assumptions],
+        "notes": notes,
+        "tensors": {
+            "quantized": actions.count("quantize"),
+            "kept": actions.count("keep"),
+            "dropped": actions.count("drop"),
+        },
+        "output_bytes": plan.output_bytes,
+        "source_bytes": sum(source.info(name).nbytes for name in source.names()),
+        "layers": layers,
+        "head": outside,
+        "validation": None if validation is None else dict(validation),
+    }
+
+
+def _parameters(plan: Plan) -> int:
+    """Values of the model, scales not counted."""
+    kept = sum(math.prod(tensor.outputs[0].shape) for tensor in plan.tensors if tensor.outputs)
+    return int(kept)
+
+
+def layer_records(journal: Journal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(a record per layer, the linears outside the layers), whatever unit of work each linear was part of."""
+    layers: dict[int, dict[str, Any]] = {}
+    outside: list[dict[str, Any]] = []
+
+    def layer_record(layer: int) -> dict[str, Any]:
+        return layers.setdefault(layer, {"layer": layer, "linears": [], "streams": [], "experts": []})
+
+    for unit, record in journal.units.items():
+        for linear in record.get("linears", ()):
+            found = _LAYER.search(linear["name"])
+            (outside if found is None else layer_record(int(found[1]))["linears"]).append(linear)
+        layer_of_unit = _LAYER.search(unit)
+        if layer_of_unit is not None and "streams" in record:
+            entry = layer_record(int(layer_of_unit[1]))
+            entry["streams"] += record["streams"]
+            entry["experts"] += record.get("experts", ())
+    return [layers[layer] for layer in sorted(layers)], outside

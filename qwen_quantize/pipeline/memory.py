@@ -1,0 +1,136 @@
+"""Expected peak memory, in bytes, and the sizes that keep it under a ceiling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from qwen_quantize.errors import UserError
+from qwen_quantize.models.blueprint import Blueprint, Half
+from qwen_quantize.pipeline.recipe import Recipe
+
+BASE = 350_000_000  # the interpreter with torch and this package, measured and rounded up
+_PIECES = 400_000_000  # what conversion without data holds at most: a few pieces of tensors in each thread
+_BATCH_TOKENS = 4096
+_STRIP_VALUES = 1 << 24  # of a weight that a solver works on at a time
+_RANGE_STEP = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """windows: calibration windows per batch; most_features: the widest range of second moments; peak: bytes."""
+
+    windows: int
+    most_features: int | None
+    peak: int
+
+
+def moment_ranges(features: int, most: int | None) -> tuple[int, ...]:
+    """Sizes of nearly equal ranges of features, none wider than `most`; multiples of 128 but for the last."""
+    if most is None or features <= most:
+        return (features,)
+    parts = -(-features // most)
+    size = -(-features // (parts * _RANGE_STEP)) * _RANGE_STEP
+    return (*[size] * ((features - 1) // size), features - size * ((features - 1) // size))
+
+
+def half_memory(blueprint: Blueprint, layer: int, half: Half, most_features: int | None) -> int:
+    """Bytes of half a layer while it is solved: weights, second moments, one factorization, one solution."""
+    shapes = [blueprint.linear_shape(site, layer) for site in blueprint.sites(layer, half)]
+    expert = [blueprint.linear_shape(site, layer) for site in blueprint.expert_sites(layer)]
+    if half is Half.ATTENTION:
+        expert = []
+    held = sum(4 * rows * columns for rows, columns in (*shapes, *expert))
+    groups = [
+        *blueprint.streams(layer, half).values(),
+        *(blueprint.expert_streams(layer).values() if expert else ()),
+    ]
+    copied = max(
+        (sum(4 * math.prod(blueprint.linear_shape(site, layer)) for site in sites) for sites in groups),
+        default=0,
+    )
+    inputs = [sites[0] for sites in blueprint.streams(layer, half).values()]
+    widths = [blueprint.linear_shape(site, layer)[1] for site in inputs]
+    if expert:
+        # Everyone's statistics, and this expert's at both of its inputs.
+        widths = [*widths, expert[0][1], expert[0][1], expert[-1][1], expert[-1][1]]
+    moments = sum(8 * size**2 for width in widths for size in moment_ranges(width, most_features))
+    widest = max((size for width in widths for size in moment_ranges(width, most_features)), default=0)
+    factors = 3 * 8 * widest**2
+    largest = max((rows * columns for rows, columns in (*shapes, *expert)), default=0)
+    strips = 6 * 4 * min(largest, _STRIP_VALUES) + 2 * largest
+    return held + copied + moments + 8 * widest**2 + max(factors, strips)
+
+
+def validation_memory(blueprint: Blueprint, tokens: int, head_batch_bytes: int) -> int:
+    """Expected peak of comparing two models in lockstep: a layer and a head of each, all states."""
+    config = blueprint.config
+    layers = max(
+        2 * sum(4 * rows * columns for rows, columns in _opened(blueprint, layer))
+        for layer in _kinds(blueprint)
+    )
+    heads = (2 * 4 + 2) * config.vocab_size * config.hidden_size
+    states = 3 * 4 * tokens * config.hidden_size
+    return BASE + max(2 * layers, heads + 6 * head_batch_bytes) + states
+
+
+def _opened(blueprint: Blueprint, layer: int) -> list[tuple[int, int]]:
+    """The linears of a layer that are in memory at once: of its routed experts, one."""
+    sites = [site for half in Half for site in blueprint.sites(layer, half)]
+    return [blueprint.linear_shape(site, layer) for site in (*sites, *blueprint.expert_sites(layer))]
+
+
+def _kinds(blueprint: Blueprint) -> list[int]:
+    """One layer of each structure: layers of equal structure need equal memory."""
+    found: dict[object, int] = {}
+    for layer in range(blueprint.num_layers):
+        found.setdefault(tuple(_opened(blueprint, layer)), layer)
+    return list(found.values())
+
+
+def plan_memory(recipe: Recipe, blueprint: Blueprint | None, largest: int) -> MemoryPlan:
+    """Choose batch and ranges; UserError for a ceiling that nothing fits under. largest: values of a tensor."""
+    streaming = min(_PIECES, 12 * 4 * largest)
+    if recipe.dataset is None or blueprint is None:
+        peak = BASE + streaming
+        if recipe.max_memory is not None and recipe.max_memory < peak:
+            raise UserError(
+                f"--max-memory {recipe.max_memory} bytes is too little: converting needs about {peak} bytes"
+            )
+        return MemoryPlan(1, None, peak)
+    config = blueprint.config
+    if recipe.length > config.max_position:
+        raise UserError(
+            f"--calibration-length {recipe.length} is more than this model's context of {config.max_position}"
+        )
+    per_window = _window_memory(recipe, blueprint)
+    batch = max(1, _BATCH_TOKENS // recipe.length)
+    kinds = _kinds(blueprint)
+    widest = max(columns for layer in kinds for _, columns in _opened(blueprint, layer))
+
+    def fixed(most: int | None) -> int:
+        solving = max(half_memory(blueprint, layer, half, most) for layer in kinds for half in Half)
+        return BASE + max(solving, streaming)
+
+    if recipe.max_memory is None:
+        return MemoryPlan(batch, None, fixed(None) + batch * per_window)
+    for parts in (1, 2, 4, 8, 16):
+        most = None if parts == 1 else -(-widest // parts)
+        needed = fixed(most)
+        if most is not None and most < _RANGE_STEP:
+            break
+        if needed + per_window <= recipe.max_memory:
+            batch = min(batch, (recipe.max_memory - needed) // per_window)
+            return MemoryPlan(batch, most, needed + batch * per_window)
+    raise UserError(
+        f"--max-memory {recipe.max_memory} bytes is too little: one layer of this model with one calibration "
+        f"window of {recipe.length} tokens needs about {needed + per_window} bytes"
+    )
+
+
+def _window_memory(recipe: Recipe, blueprint: Blueprint) -> int:
+    config = blueprint.config
+    widest = max(rows for layer in _kinds(blueprint) for rows, _ in _opened(blueprint, layer))
+    inner = max(columns for layer in _kinds(blueprint) for _, columns in _opened(blueprint, layer))
+    floats = 6 * config.hidden_size + 3 * (widest + inner)
+    return 4 * recipe.length * (floats + config.num_heads * min(recipe.length, 64))

@@ -1,0 +1,44 @@
+"""What the manifest says of each quantized linear and of each input that calibration saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRecord:
+    """What the report says of one quantized linear; errors are relative and squared."""
+
+    name: str
+    shape: tuple[int, int]
+    error: float
+    baseline_error: float
+    weight_sqnr_db: float
+    searched_blocks: int
+    zero_blocks: int
+    partial_blocks: int
+    exponents: dict[str, int]  # E8M0 exponent -> number of blocks
+    sha256: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRecord:
+    """What calibration saw at one input stream of a layer."""
+
+    stream: str
+    tokens: int
+    amax: float
+    rms: float
+    outlier_ratio: float  # the largest amax / rms of a feature
+    exponents: dict[str, int]  # float32 exponent -> count
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRecord:
+    """How calibration reached one routed expert. needed: the tokens below which it counts as starved."""
+
+    expert: int
+    tokens: int
+    needed: int
+    policy: str  # what its linears were calibrated on: "own", "shrink", "forced" or "round"

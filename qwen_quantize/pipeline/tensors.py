@@ -1,0 +1,116 @@
+"""What becomes of every tensor of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from qwen_quantize.checkpoint.layouts import BlockLayout
+from qwen_quantize.checkpoint.source import CheckpointSource
+from qwen_quantize.checkpoint.stored_linears import LinearReader
+from qwen_quantize.checkpoint.writer import OutputTensor
+from qwen_quantize.models.blueprint import Blueprint
+from qwen_quantize.pipeline.selection import Selection
+
+_CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_WEIGHT_ENDINGS = (".weight", ".weight_packed")
+
+
+class Action(StrEnum):
+    """What becomes of a tensor."""
+
+    QUANTIZE = "quantize"
+    KEEP = "keep"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One source tensor and what is written for it; module: the linear it is the weight of, if it is one."""
+
+    name: str
+    action: Action
+    outputs: tuple[OutputTensor, ...]
+    why: str
+    module: str | None = None
+
+
+def module_of(name: str) -> str | None:
+    """The module whose weight a tensor's name says it is."""
+    for ending in _WEIGHT_ENDINGS:
+        if name.endswith(ending):
+            return name.removesuffix(ending)
+    return None
+
+
+def plan_tensors(
+    source: CheckpointSource,
+    linears: LinearReader,
+    blueprint: Blueprint | None,
+    selection: Selection,
+    layout: BlockLayout,
+    block: tuple[int, int],
+) -> tuple[tuple[TensorPlan, ...], tuple[str, ...]]:
+    """(plans in writing order, notes)."""
+    float_dtype = _CONFIG_DTYPES.get(
+        str(source.config.get("dtype") or source.config.get("torch_dtype")), "BF16"
+    )
+    kept_dtype = float_dtype if source.kind == "gguf" else None
+    companions = linears.companions()
+    expected = blueprint.expected_tensors() if blueprint is not None else {}
+    tied_head = (
+        blueprint.family.head if blueprint is not None and blueprint.config.tie_word_embeddings else None
+    )
+    plans: dict[str, TensorPlan] = {}
+    notes = []
+    for name in source.names():
+        module = module_of(name)
+        if name in companions:
+            plans[name] = TensorPlan(
+                name, Action.DROP, (), "scale of a quantized source weight, used while reading"
+            )
+        elif module is not None and module in selection.quantized:
+            shape = selection.quantized[module]
+            outputs = (
+                OutputTensor(layout.weight_name(module), layout.weight_dtype, shape),
+                OutputTensor(layout.scale_name(module), layout.scale_dtype, layout.scale_shape(shape, block)),
+            )
+            plans[name] = TensorPlan(name, Action.QUANTIZE, outputs, "linear", module)
+        elif name == tied_head:
+            plans[name] = TensorPlan(name, Action.DROP, (), "tied to the embedding, stored once")
+            notes.append(f"{name} is tied to the embedding and is stored once")
+        elif module is not None and linears.is_quantized(module):
+            shape = linears.describe(module).shape
+            output = OutputTensor(f"{module}.weight", float_dtype, shape)
+            plans[name] = TensorPlan(name, Action.KEEP, (output,), "decoded, as it is to be kept", module)
+        else:
+            info = source.info(name)
+            why = _why_kept(name, blueprint, name in expected)
+            output = OutputTensor(name, kept_dtype or info.dtype, tuple(info.shape))
+            plans[name] = TensorPlan(name, Action.KEEP, (output,), why)
+    return tuple(plans[name] for name in _writing_order(plans, expected, blueprint is None)), tuple(notes)
+
+
+def _why_kept(name: str, blueprint: Blueprint | None, known: bool) -> str:
+    if not known and blueprint is not None:
+        prefixes = tuple(blueprint.layer_name(layer, "") for layer in blueprint.next_token_layers)
+        return "multi-token prediction" if name.startswith(prefixes) else "not part of the decoder; copied"
+    if blueprint is not None and name == blueprint.family.embedding:
+        return "embedding"
+    if blueprint is not None and name == blueprint.family.head:
+        return "head"
+    if "norm" in name:
+        return "norm"
+    return "bias" if name.endswith("bias") else "kept"
+
+
+def _writing_order(
+    plans: Mapping[str, TensorPlan], expected: Mapping[str, tuple[int, ...]], as_stored: bool
+) -> list[str]:
+    """The model's own order, then whatever else the source holds, by name; without a blueprint the source's."""
+    if as_stored:
+        return list(plans)
+    by_output = {output.name: plan.name for plan in plans.values() for output in plan.outputs[:1]}
+    ordered = [by_output[name] for name in expected if name in by_output]
+    return ordered + sorted(set(plans) - set(ordered))
