@@ -21,19 +21,24 @@ from qwen_quantize.eval.perplexity import (
 from qwen_quantize.eval.scorer import LayeredScorer
 
 Progress = Callable[[str, int, int], None]  # (what is done, steps done, steps in all)
+Watch = Callable[[Tensor, Tensor], None]  # (log-probabilities [rows, vocab], targets [rows]), batch by batch
 
-_TOKENS_PER_BATCH = 4096
 _ROWS_PER_HEAD_BATCH = 256
 HEAD_BATCH_BYTES = 64 << 20  # of one model's log-probabilities; about five such tensors live at a time
 
 
 @dataclass(frozen=True, slots=True)
 class LayerComparison:
-    """Cumulative error of the hidden states after a layer, against the reference's."""
+    """Cumulative error of the hidden states after a layer, against the reference's.
+
+    router_agreement: of the experts that the reference sends a token to, the share that this model picks too,
+    in the mean; None for a layer without routed experts.
+    """
 
     layer: int
     sqnr_db: float
     cosine: float
+    router_agreement: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ class Comparison:
     kl_p99: float | None = None
     kl_max: float | None = None
     top1_agreement: float | None = None
+    router_agreement: float | None = None
     layers: tuple[LayerComparison, ...] = ()
     kl_edges: tuple[float, ...] = ()
     kl_counts: tuple[int, ...] = ()
@@ -72,33 +78,43 @@ def evaluate(
     windows: Tensor,
     reference: LayeredScorer | None = None,
     progress: Progress = _ignore,
+    watch: Watch | None = None,
 ) -> Comparison:
-    """windows: [n, T] int64, each scored on its own from its second token on."""
+    """windows: [n, T] int64, each scored on its own from its second token on.
+
+    watch: is shown the model's (not the reference's) predictions in the order of the windows.
+    """
     if windows.dim() != 2 or windows.shape[0] < 1 or windows.shape[1] < 2:
         raise ValueError(f"windows must be [n >= 1, T >= 2], found {list(windows.shape)}")
     models = [model] if reference is None else [model, reference]
     hidden = [m.embed(windows) for m in models]
-    rows = max(1, _TOKENS_PER_BATCH // windows.shape[1])
     layers = []
     for index in range(model.num_layers):
         error = LayerError()
         for m in models:
             m.open_layer(index)
-        for begin in range(0, windows.shape[0], rows):
-            part = slice(begin, begin + rows)
-            for m, states in zip(models, hidden, strict=True):
-                states[part] = m.run_layer(states[part])
-            if reference is not None:
-                error.add(hidden[1][part], hidden[0][part])
+        for number, m in enumerate(models):
+            hidden[number] = m.run_layer(hidden[number])
         if reference is not None:
-            layers.append(_layer_record(index, error))
+            for theirs, ours in zip(hidden[1], hidden[0], strict=True):
+                error.add(theirs, ours)
+            layers.append(_layer_record(index, error, _router_agreement(reference, model)))
         progress("layers", index + 1, model.num_layers)
-    return _score(models, hidden, windows, tuple(layers), progress)
+    return _score(models, hidden, windows, tuple(layers), progress, watch)
 
 
-def _layer_record(index: int, error: LayerError) -> LayerComparison:
+def _router_agreement(reference: LayeredScorer, model: LayeredScorer) -> float | None:
+    """The mean overlap of the two sets of experts that a token visits in the open layer."""
+    theirs, ours = reference.last_routing, model.last_routing
+    if theirs is None or ours is None:
+        return None
+    same = (theirs.unsqueeze(2) == ours.unsqueeze(1)).any(dim=2)
+    return float(same.double().mean())
+
+
+def _layer_record(index: int, error: LayerError, router_agreement: float | None) -> LayerComparison:
     sqnr = 10 * math.log10(error.signal / error.noise) if error.noise > 0 and error.signal > 0 else math.inf
-    return LayerComparison(index, sqnr, error.cosine / error.tokens)
+    return LayerComparison(index, sqnr, error.cosine / error.tokens, router_agreement)
 
 
 def _score(
@@ -107,6 +123,7 @@ def _score(
     windows: Tensor,
     layers: tuple[LayerComparison, ...],
     progress: Progress,
+    watch: Watch | None,
 ) -> Comparison:
     for m in models:
         m.open_head()
@@ -120,6 +137,8 @@ def _score(
     for begin in range(0, total, rows_per_batch):
         part = slice(begin, begin + rows_per_batch)
         scores = [m.log_probabilities(rows[part]) for m, rows in zip(models, flat, strict=True)]
+        if watch is not None:
+            watch(scores[0], targets[part])
         for kept, score in zip(losses, scores, strict=True):
             kept.append(token_nll(score, targets[part]))
         if len(scores) == 2:
@@ -134,6 +153,7 @@ def _score(
     rise, error = paired_rise(nll[1], nll[0], window_tokens)
     p50, p90, p99 = quantiles(kl, (0.5, 0.9, 0.99))
     edges, counts = log_histogram(kl)
+    routed = [layer.router_agreement for layer in layers if layer.router_agreement is not None]
     return Comparison(
         tokens=total,
         windows=windows.shape[0],
@@ -148,6 +168,7 @@ def _score(
         kl_p99=p99,
         kl_max=float(kl.max()),
         top1_agreement=agreed / total,
+        router_agreement=sum(routed) / len(routed) if routed else None,
         layers=layers,
         kl_edges=tuple(edges),
         kl_counts=tuple(counts),

@@ -16,6 +16,11 @@ class LayeredScorer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def last_routing(self) -> Tensor | None:
+        """[tokens, k] int64: the experts that each token of the last `run_layer` visited, ascending, or None."""
+        ...
+
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens: [n, T] int64 -> hidden states [n, T, hidden] float32."""
         ...
@@ -25,7 +30,7 @@ class LayeredScorer(Protocol):
         ...
 
     def run_layer(self, hidden: Tensor) -> Tensor:
-        """[n, T, hidden] -> [n, T, hidden] through the open layer."""
+        """[n, T, hidden] -> [n, T, hidden] through the open layer, in batches as the model sees fit."""
         ...
 
     def open_head(self) -> None: ...

@@ -10,11 +10,15 @@ from typing import Any
 from jinja2 import BaseLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from qwen_quantize.report import numbers, plots
-from qwen_quantize.report.record import Linear, Manifest, read_manifest
+from qwen_quantize.report import expert_plots, numbers, plots
+from qwen_quantize.report.experts import summarize_experts
+from qwen_quantize.report.linears import Linear
+from qwen_quantize.report.record import Manifest, read_manifest
 
 _WIDE, _NARROW = 600.0, 340.0  # each large plot is drawn for both kinds of screen; the style sheet shows one
 _WORST = 10
+_MOST_STARVED = 40
+_MOST_NOTES = 40
 _MOST_LINEARS = 2000  # in the page's full table: a model with many experts has tens of thousands
 
 
@@ -69,6 +73,10 @@ def render_page(manifest: Mapping[str, Any]) -> str:
         fidelity=(_sqnr_figure(record), _kl_figure(record)),
         numbers_figures=(_exponents_figure(record), _outliers_figure(record)),
         panels=_error_panels(record),
+        experts=summarize_experts(record),
+        expert_figures=_expert_figures(record),
+        most_starved=_MOST_STARVED,
+        most_notes=_MOST_NOTES,
         has_experts=any("*" in linear.kind for linear in record.linears),
         savings=kind_savings(record.linears),
         worst=worst[:_WORST],
@@ -149,6 +157,41 @@ def _outliers_figure(record: Manifest) -> Figure:
         else "Not measured: the model was quantized without calibration data.",
         plots.input_outliers(record.layers, _WIDE, "outliers-wide"),
         plots.input_outliers(record.layers, _NARROW, "outliers-narrow"),
+    )
+
+
+def _expert_figures(record: Manifest) -> tuple[Figure, ...]:
+    """Empty for a model without routed experts, or about whose experts nothing is known."""
+    experts, layers = record.experts, record.validation.layers if record.validation else ()
+    tokens = _tokens_figure(record)
+    agreement = _figure(
+        "Do routers still choose the same experts?",
+        "Of the experts that the original sends a token to, the share that the quantized model picks too. Where "
+        "it falls, tokens visit other experts than the model was trained for.",
+        "Not measured: the choices of the routers were not compared with the original model.",
+        expert_plots.router_agreement(layers, _WIDE, "routers-wide"),
+        expert_plots.router_agreement(layers, _NARROW, "routers-narrow"),
+    )
+    return (tokens, agreement) if experts or agreement.drawings else ()
+
+
+def _tokens_figure(record: Manifest) -> Figure:
+    experts = record.experts
+    marks = (
+        "A mark is an expert, in the order of their numbers."
+        if expert_plots.drawn_one_by_one(experts)
+        else "A line spans a layer's experts from fewest to most tokens, its box the middle half of them."
+    )
+    unreached = any(it.tokens == 0 for it in experts)
+    return _figure(
+        "How many tokens calibrate each expert",
+        f"{marks} Below the dashed line an expert is starved: too few tokens for a calibration of its own."
+        f"{' On the bottom axis there is none at all.' if unreached else ''}",
+        "Not measured: calibration did not count the tokens of each expert."
+        if record.calibration
+        else "Not measured: the model was quantized without calibration data.",
+        expert_plots.tokens_per_expert(experts, _WIDE, "experts-wide"),
+        expert_plots.tokens_per_expert(experts, _NARROW, "experts-narrow"),
     )
 
 

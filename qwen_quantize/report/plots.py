@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
+from qwen_quantize.report.linears import Linear
 from qwen_quantize.report.numbers import decibels, percent, significant
-from qwen_quantize.report.record import LayerFidelity, LayerRecord, Linear, Measured
+from qwen_quantize.report.record import LayerFidelity, LayerRecord, Measured
 from qwen_quantize.report.svg import (
     CHARACTER_WIDTH,
     LARGEST,
@@ -29,7 +30,16 @@ from qwen_quantize.report.svg import (
     text,
 )
 
-_STREAM_SHAPES = (Shape.DOT, Shape.SQUARE, Shape.TRIANGLE_RING, Shape.RING, Shape.DIAMOND, Shape.TRIANGLE)
+_STREAM_SHAPES = (
+    Shape.DOT,
+    Shape.SQUARE,
+    Shape.TRIANGLE_RING,
+    Shape.RING,
+    Shape.DIAMOND,
+    Shape.TRIANGLE,
+    Shape.SQUARE_RING,
+    Shape.DIAMOND_RING,
+)
 _MOST_ROWS = 40  # of the exponent strip; a wider range shares rows
 
 
@@ -132,7 +142,7 @@ def scale_exponents(layers: Sequence[LayerRecord], width: float, key: str) -> Ma
     frame = Frame(width, 86 + max(120.0, min(12.0 * rows, 260.0)), top=46)
     x = layer_axis(list(counts)).resized(frame.left, frame.x_end)
     y = Axis(low - 0.5, low - 0.5 + rows * step, frame.y_end, frame.top, whole=True)
-    pitch = min(x.at(1) - x.at(0) if len(counts) > 1 else 60.0, 60.0)
+    pitch = min(x.unit, 60.0)
     tall = (frame.y_end - frame.top) / rows
     parts = [
         _shade_legend(width),

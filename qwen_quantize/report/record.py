@@ -3,46 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from qwen_quantize.report.fields import Fields
-
-_LAYER_IN_NAME = re.compile(r"\.\d+\.")
-_EXACT_DB = 999.0  # the manifest writes this for a weight without any error
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """One quantized linear; errors are relative and squared, None where a value is missing."""
-
-    layer: int | None  # None outside the layers
-    name: str
-    kind: str  # the name without its layer; an expert's number is a star
-    shape: tuple[int, ...]
-    error: float | None
-    baseline_error: float | None
-    weight_sqnr_db: float | None  # infinite without any error
-    searched_blocks: int
-    zero_blocks: int
-    partial_blocks: int
-    exponents: dict[int, int]
-    sha256: str
-    notes: tuple[str, ...]
-
-    @property
-    def blocks(self) -> int:
-        return sum(self.exponents.values())
-
-    @property
-    def saving(self) -> float | None:
-        """The share of the baseline's error that is gone; None where there is nothing to compare."""
-        if self.error is None or not self.baseline_error:
-            return None
-        return 1 - self.error / self.baseline_error
+from qwen_quantize.report.linears import Linear, read_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +31,41 @@ class StreamInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Expert:
+    """How calibration reached one routed expert; policy: what its linears were calibrated on."""
+
+    layer: int
+    expert: int
+    tokens: int
+    needed: int
+    policy: str
+
+    @property
+    def starved(self) -> bool:
+        return self.tokens < self.needed
+
+
+@dataclass(frozen=True, slots=True)
 class LayerRecord:
+    """experts: empty for a dense layer, without calibration, and in older manifests."""
+
     layer: int
     linears: tuple[Linear, ...]
     streams: tuple[StreamInput, ...]
+    experts: tuple[Expert, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFidelity:
-    """Hidden states after a layer against the reference's; sqnr_db is infinite where they are equal."""
+    """Hidden states after a layer against the reference's; sqnr_db is infinite where they are equal.
+
+    router_agreement: the share of the reference's experts that are chosen too; None without routed experts.
+    """
 
     layer: int
     sqnr_db: float
     cosine: float | None
+    router_agreement: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +90,13 @@ class Measured:
     layers: tuple[LayerFidelity, ...]
     kl_edges: tuple[float, ...]
     kl_counts: tuple[int, ...]
+    router_agreement: float | None = None
+
+    @property
+    def least_agreeing(self) -> LayerFidelity | None:
+        """The layer whose router changes its choice most; the first of several."""
+        routed = [layer for layer in self.layers if layer.router_agreement is not None]
+        return min(routed, key=lambda it: it.router_agreement or 0.0) if routed else None
 
     @property
     def verdict(self) -> str:
@@ -191,6 +187,10 @@ class Manifest:
         return tuple(linear for layer in self.layers for linear in layer.linears) + self.head
 
     @property
+    def experts(self) -> tuple[Expert, ...]:
+        return tuple(expert for layer in self.layers for expert in layer.experts)
+
+    @property
     def worst_first(self) -> list[Linear]:
         """By error, then by name; a linear without an error comes last."""
         return sorted(self.linears, key=lambda it: (-(it.error if it.error is not None else -1.0), it.name))
@@ -240,7 +240,7 @@ def read_manifest(manifest: Mapping[str, Any]) -> Manifest:
         output_bytes=top.integer("output_bytes", 0),
         source_bytes=top.integer("source_bytes", 0),
         layers=tuple(_layer(one) for one in top.records("layers")),
-        head=tuple(_linear(one, None) for one in top.records("head")),
+        head=tuple(read_linear(one, None) for one in top.records("head")),
         validation=read_measured(validation) if top.has("validation") else None,
         weights_only=read_measured(validation.record("weights_only"))
         if validation.has("weights_only")
@@ -269,6 +269,7 @@ def read_measured(fields: Fields) -> Measured:
         layers=tuple(_fidelity(one) for one in fields.records("layers")),
         kl_edges=fields.numbers("kl_edges"),
         kl_counts=fields.integers("kl_counts"),
+        router_agreement=fields.number("router_agreement"),
     )
 
 
@@ -305,7 +306,7 @@ def _layer(fields: Fields) -> LayerRecord:
     layer = fields.integer("layer")
     return LayerRecord(
         layer,
-        tuple(_linear(one, layer) for one in fields.records("linears")),
+        tuple(read_linear(one, layer) for one in fields.records("linears")),
         tuple(
             StreamInput(
                 one.text("stream"),
@@ -316,35 +317,24 @@ def _layer(fields: Fields) -> LayerRecord:
             )
             for one in fields.records("streams")
         ),
+        tuple(
+            Expert(
+                layer,
+                one.integer("expert"),
+                one.integer("tokens"),
+                one.integer("needed", 0),
+                one.text("policy"),
+            )
+            for one in fields.records("experts")
+        ),
     )
-
-
-def _linear(fields: Fields, layer: int | None) -> Linear:
-    name = fields.text("name")
-    sqnr = fields.number("weight_sqnr_db")
-    return Linear(
-        layer=layer,
-        name=name,
-        kind=linear_kind(name),
-        shape=fields.integers("shape"),
-        error=fields.number("error"),
-        baseline_error=fields.number("baseline_error"),
-        weight_sqnr_db=math.inf if sqnr is not None and sqnr >= _EXACT_DB else sqnr,
-        searched_blocks=fields.integer("searched_blocks", 0),
-        zero_blocks=fields.integer("zero_blocks", 0),
-        partial_blocks=fields.integer("partial_blocks", 0),
-        exponents=fields.exponents("exponents"),
-        sha256=fields.text("sha256"),
-        notes=fields.texts("notes"),
-    )
-
-
-def linear_kind(name: str) -> str:
-    """'model.layers.3.mlp.experts.17.up_proj' -> 'mlp.experts.*.up_proj'; a name without a layer stays."""
-    _, _, after = _LAYER_IN_NAME.sub("\0", name, count=1).partition("\0")
-    return _LAYER_IN_NAME.sub(".*.", after) if after else name
 
 
 def _fidelity(fields: Fields) -> LayerFidelity:
     sqnr = fields.number("sqnr_db")
-    return LayerFidelity(fields.integer("layer"), math.inf if sqnr is None else sqnr, fields.number("cosine"))
+    return LayerFidelity(
+        fields.integer("layer"),
+        math.inf if sqnr is None else sqnr,
+        fields.number("cosine"),
+        fields.number("router_agreement"),
+    )

@@ -19,7 +19,7 @@ _LEGEND_LINE = 18.0
 
 
 class Shape(StrEnum):
-    """Markers; `RING` and `TRIANGLE_RING` are hollow."""
+    """Markers; those named `RING` are hollow."""
 
     DOT = "dot"
     RING = "ring"
@@ -27,6 +27,8 @@ class Shape(StrEnum):
     TRIANGLE = "triangle"
     DIAMOND = "diamond"
     TRIANGLE_RING = "triangle-ring"
+    SQUARE_RING = "square-ring"
+    DIAMOND_RING = "diamond-ring"
 
 
 def coordinate(x: float) -> str:
@@ -55,6 +57,11 @@ class Axis:
 
     def _scaled(self, value: float) -> float:
         return math.log10(value) if self.logarithmic else value
+
+    @property
+    def unit(self) -> float:
+        """Pixels from one whole number to the next, on an axis that is not logarithmic."""
+        return (self.end - self.begin) / (self.high - self.low)
 
     def resized(self, begin: float, end: float) -> Axis:
         return replace(self, begin=begin, end=end)
@@ -144,16 +151,16 @@ def text(x: float, y: float, words: str, anchor: str = "start", class_: str = ""
 
 def marker(shape: Shape, x: float, y: float, series: int, tooltip: str = "") -> Markup:
     """A centred marker of about 7 px in the colour of series 0..3, with a tooltip for the mouse."""
-    class_ = f"mark s{series}{' hollow' if shape in (Shape.RING, Shape.TRIANGLE_RING) else ''}"
+    class_ = f"mark s{series}{' hollow' if 'ring' in shape else ''}"
     title: str | Markup = element("title", tooltip) if tooltip else ""
     match shape:
         case Shape.DOT | Shape.RING:
             return element("circle", title, class_=class_, cx=x, cy=y, r=3)
-        case Shape.SQUARE:
+        case Shape.SQUARE | Shape.SQUARE_RING:
             return element("rect", title, class_=class_, x=x - 2.7, y=y - 2.7, width=5.4, height=5.4)
         case Shape.TRIANGLE | Shape.TRIANGLE_RING:
             corners = [(x, y - 4), (x + 3.7, y + 2.8), (x - 3.7, y + 2.8)]
-        case Shape.DIAMOND:
+        case Shape.DIAMOND | Shape.DIAMOND_RING:
             corners = [(x, y - 4), (x + 4, y), (x, y + 4), (x - 4, y)]
     return element("polygon", title, class_=class_, points=points(corners))
 

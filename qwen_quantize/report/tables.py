@@ -9,7 +9,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from qwen_quantize.report.experts import coverage_words
 from qwen_quantize.report.fields import Fields
+from qwen_quantize.report.linears import Linear
 from qwen_quantize.report.numbers import (
     decibels,
     duration,
@@ -19,7 +21,7 @@ from qwen_quantize.report.numbers import (
     scientific,
     significant,
 )
-from qwen_quantize.report.record import Linear, Manifest, Measured, read_manifest, read_measured
+from qwen_quantize.report.record import Manifest, Measured, read_manifest, read_measured
 
 Fact = tuple[str, str]
 
@@ -89,6 +91,8 @@ def _made(record: Manifest, run: Fields) -> list[Fact]:
     else:
         data = record.calibration
         facts.append(("calibration", f"{data.tokens:,} tokens of {data.dataset or 'the embedded text'}"))
+    if record.experts:
+        facts.append(("experts", coverage_words(record.experts)))
     if run.has("output_path"):
         facts.append(("written to", run.text("output_path")))
     return facts + _resources(run)
@@ -134,6 +138,11 @@ def _measured(measured: Measured) -> list[Fact]:
         if worst.sqnr_db < last.sqnr_db:
             words += f", lowest {decibels(worst.sqnr_db, unit=True)} after layer {worst.layer}"
         facts.append(("hidden states", words))
+    if measured.router_agreement is not None:
+        words, least = percent(measured.router_agreement), measured.least_agreeing
+        if least is not None:
+            words += f", lowest {percent(least.router_agreement)} in layer {least.layer}"
+        facts.append(("router agreement", words))
     where, plural = f" of {measured.text}" if measured.text else "", "" if measured.windows == 1 else "s"
     facts.append(("measured on", f"{measured.tokens:,} tokens in {measured.windows:,} window{plural}{where}"))
     if measured.verdict:
@@ -212,7 +221,7 @@ def _linears_table(title: str, linears: Iterable[Linear]) -> Table:
     for it in linears:
         table.add_row(
             "-" if it.layer is None else str(it.layer),
-            Text(it.kind),
+            Text(it.place),
             _shape(it.shape),
             scientific(it.error),
             scientific(it.baseline_error),

@@ -163,3 +163,48 @@ def manifest(layers: int = 30) -> dict[str, Any]:
         "head": [],
         "validation": validation(layers),
     }
+
+
+def expert_tokens(layer: int, expert: int, experts: int, needed: int) -> int:
+    """Most experts get some multiple of what they need; the last eighth starves, the very last sees nothing."""
+    if expert == experts - 1 and layer % 2:
+        return 0
+    share = wave(layer * 97 + expert * 7)
+    return round(needed * (share / 4 if expert >= experts - experts // 8 else 1 + 12 * share**3))
+
+
+def mixture(layers: int = 4, experts: int = 16, dense: int = 1, needed: int = 1024) -> dict[str, Any]:
+    """A mixture of experts whose first `dense` layers have none; starved experts are calibrated by shrinking."""
+    made = manifest(layers)
+    made["source"] |= {"path": "/models/DeepSeek-small", "architecture": "DeepseekV3ForCausalLM"}
+    sizes = (
+        ("gate_proj", (2048, 7168), 1.2),
+        ("up_proj", (2048, 7168), 1.1),
+        ("down_proj", (7168, 2048), 2.0),
+    )
+    for layer in made["layers"][dense:]:
+        index = layer["layer"]
+        layer["linears"] = layer["linears"][:4]
+        layer["experts"] = []
+        for expert in range(experts):
+            tokens = expert_tokens(index, expert, experts, needed)
+            starved = tokens < needed
+            layer["experts"].append(
+                {
+                    "expert": expert,
+                    "tokens": tokens,
+                    "needed": needed,
+                    "policy": "shrink" if starved else "own",
+                }
+            )
+            for name, shape, factor in sizes:
+                more = (2 if starved else 1) * (0.7 + 0.6 * wave(index * 53 + expert))
+                one = linear(index, f"mlp.experts.{expert}.{name}", shape, factor * more)
+                layer["linears"].append(one)
+        layer["streams"].append(stream(index, "expert_input", 11.0))
+    made["tensors"]["quantized"] = sum(len(layer["linears"]) for layer in made["layers"])
+    for layer in made["validation"]["layers"][dense:]:
+        layer["router_agreement"] = 0.993 - 0.02 * wave(layer["layer"]) - 0.0004 * layer["layer"]
+    shares = [layer["router_agreement"] for layer in made["validation"]["layers"][dense:]]
+    made["validation"]["router_agreement"] = sum(shares) / len(shares)
+    return made

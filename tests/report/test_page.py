@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import time
 from html.parser import HTMLParser
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from qwen_quantize.errors import UserError
 from qwen_quantize.report.page import render_page
-from tests.report.sample import KINDS, manifest
+from tests.report.sample import KINDS, manifest, mixture
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "col"}
 HOSTILE = "<script>alert(1)</script>\"'&{{ 7 * 7 }}</style>"
@@ -91,8 +92,28 @@ def all_exact() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "made",
-    [manifest(30), manifest(60), manifest(1), manifest(0), bare(), without_reference(), all_exact(), {}],
-    ids=["30 layers", "60 layers", "one layer", "no layer", "bare", "no reference", "exact", "empty"],
+    [
+        manifest(30),
+        manifest(60),
+        manifest(1),
+        manifest(0),
+        bare(),
+        without_reference(),
+        all_exact(),
+        {},
+        mixture(),
+    ],
+    ids=[
+        "30 layers",
+        "60 layers",
+        "one layer",
+        "no layer",
+        "bare",
+        "no reference",
+        "exact",
+        "empty",
+        "mixture",
+    ],
 )
 def test_well_formed_and_self_contained(made: dict[str, Any]) -> None:
     page = render_page(made)
@@ -136,7 +157,7 @@ def test_every_string_is_escaped() -> None:
             return [poison(item, key) for item in value]
         return value + HOSTILE if isinstance(value, str) else value
 
-    page = render_page(poison(manifest(2)))
+    page = render_page(poison(mixture(2, 4)))
     parsed = outline(page)
     assert "script" not in parsed.tags
     assert parsed.tags.count("style") == 1
@@ -218,6 +239,73 @@ def test_arithmetic_says_what_was_assumed_and_what_was_set() -> None:
     shown = words(render_page(made))
     assert "cast.subnormalskeepset by hand set by the user" in shown
     assert "accumulator.formatfp32assumed only press" in shown
+
+
+def experts_section(page: str) -> str:
+    found = re.search(r'<section aria-labelledby="experts">.*?</section>', page, re.DOTALL)
+    return found[0] if found else ""
+
+
+def test_experts_of_a_mixture() -> None:
+    section = experts_section(render_page(mixture(4, 16)))
+    shown = words(section)
+    assert "Experts: 48 routed in 3 layers; 6 starved, 2 of them without a token" in shown
+    assert "shrink: its own tokens; those that are missing are made up" in shown
+    assert "On the bottom axis there is none at all." in shown
+    rows = re.findall(r'<tr><td class="n">(\d+)</td><th scope="row" class="n">(\d+)</th>', section)
+    assert sorted(rows) == [(str(layer), expert) for layer in (1, 2, 3) for expert in ("14", "15")]
+    errors = re.findall(r'<td>down_proj</td><td class="n">([^<]+)</td>', section)
+    assert [float(error) for error in errors] == sorted(map(float, errors), reverse=True)
+    assert len(re.findall('<svg class="plot" role="img"', section)) == 2 * 2
+
+
+def test_no_experts_no_section() -> None:
+    assert experts_section(render_page(manifest(3))) == ""
+
+
+def test_routers_without_calibration() -> None:
+    made = mixture(3, 8)
+    made["calibration"] = None
+    for layer in made["layers"]:
+        layer.pop("experts", None)
+    shown = words(experts_section(render_page(made)))
+    assert "quantized without calibration data" in shown
+    assert "starved" not in shown
+    assert "Do routers still choose the same experts?" in shown
+
+
+def test_experts_that_were_not_quantized() -> None:
+    made = mixture(2, 8)
+    made["layers"][1]["linears"] = made["layers"][1]["linears"][:4]
+    made["validation"] = None
+    shown = words(experts_section(render_page(made)))
+    assert "not quantized" in shown
+    assert "the choices of the routers were not compared" in shown
+
+
+def test_many_experts_stay_small() -> None:
+    section = experts_section(render_page(mixture(59, 48)))
+    assert "A line spans a layer's experts" in words(section)
+    assert "The 40 starved experts with the largest error" in section
+    assert "308 more are starved" in section
+    assert section.count('<th scope="row" class="n">') == 40
+    assert len(section) < 150_000
+
+
+@pytest.mark.slow
+def test_a_page_of_45000_linears() -> None:
+    made = mixture(61, 256, 3, 8192)
+    began = time.process_time()
+    page = render_page(made)
+    assert time.process_time() - began < 10
+    assert len(page.encode()) < 2_000_000
+    outline(page)
+
+
+def test_a_great_many_notes_are_cut_with_a_word() -> None:
+    shown = words(render_page(manifest(1) | {"notes": [f"note {n}." for n in range(100)]}))
+    assert "note 39. 60 more stand in qwen_quantize.json." in shown
+    assert "note 40" not in shown
 
 
 def test_weights_only() -> None:

@@ -9,14 +9,41 @@ import pytest
 
 from qwen_quantize.errors import UserError
 from qwen_quantize.report.fields import Fields, printable
-from qwen_quantize.report.record import linear_kind, read_manifest, read_measured
-from tests.report.sample import manifest, validation
+from qwen_quantize.report.linears import linear_kind, read_linear
+from qwen_quantize.report.record import Expert, read_manifest, read_measured
+from tests.report.sample import manifest, mixture, validation
 
 
 def test_kinds_forget_the_layer_and_the_expert() -> None:
     assert linear_kind("model.layers.3.self_attn.q_proj") == "self_attn.q_proj"
     assert linear_kind("model.layers.61.mlp.experts.17.up_proj") == "mlp.experts.*.up_proj"
     assert linear_kind("lm_head") == "lm_head"
+
+
+def test_a_linear_knows_its_expert() -> None:
+    names = ("model.layers.3.mlp.experts.17.up_proj", "model.layers.3.mlp.shared_experts.up_proj", "lm_head")
+    linears = [read_linear(Fields({"name": name}), None) for name in names]
+    assert [it.expert for it in linears] == [17, None, None]
+    assert [it.place for it in linears] == ["mlp.experts.17.up_proj", "mlp.shared_experts.up_proj", "lm_head"]
+    assert [it.last_name for it in linears] == ["up_proj", "up_proj", "lm_head"]
+
+
+def test_experts_are_read_and_absent_in_older_manifests() -> None:
+    made = mixture(2, 4)
+    assert read_manifest(made).layers[0].experts == ()
+    assert read_manifest(made).experts[-1] == Expert(1, 3, 0, 1024, "shrink")
+    assert read_manifest(manifest(2)).experts == ()
+    made["layers"][1]["experts"] = None
+    assert read_manifest(made).experts == ()
+
+
+def test_the_least_agreeing_router() -> None:
+    record = validation(3)
+    assert read_measured(Fields(record)).least_agreeing is None
+    record["layers"][1]["router_agreement"], record["layers"][2]["router_agreement"] = 0.9, 0.0
+    least = read_measured(Fields(record)).least_agreeing
+    assert least is not None
+    assert (least.layer, least.router_agreement) == (2, 0.0)
 
 
 def test_an_empty_manifest_is_readable() -> None:
@@ -86,6 +113,8 @@ def test_verdict(rise: float | None, error: float | None, words: str) -> None:
         ({"layers": [{"layer": 0, "linears": [{"error": "small"}]}]}, "layers[0].linears[0].error"),
         ({"layers": [{"layer": 0, "linears": [{"exponents": {"1000": 1}}]}]}, "linears[0].exponents.1000"),
         ({"layers": [{"layer": 0, "linears": [{"exponents": {"x": 1}}]}]}, "linears[0].exponents.x"),
+        ({"layers": [{"layer": 0, "experts": [{"expert": 0}]}]}, "layers[0].experts[0].tokens"),
+        ({"validation": {"router_agreement": "most"}}, "validation.router_agreement"),
         ({"output_bytes": -1}, "output_bytes"),
         ({"output_bytes": True}, "output_bytes"),
         ({"notes": [["nested"]]}, "notes.0"),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen_quantize.report.linears import Linear
 from qwen_quantize.report.plots import (
     ErrorPoint,
     error_axes,
@@ -16,7 +17,7 @@ from qwen_quantize.report.plots import (
     scale_exponents,
     worst_by_layer,
 )
-from qwen_quantize.report.record import LayerFidelity, LayerRecord, Linear, Measured, StreamInput
+from qwen_quantize.report.record import LayerFidelity, LayerRecord, Measured, StreamInput
 from qwen_quantize.report.svg import (
     Axis,
     Shape,

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from qwen_quantize.errors import UserError
 from qwen_quantize.report.tables import comparison_lines, comparison_tables, plain_lines, summary_tables
-from tests.report.sample import manifest, validation
+from tests.report.sample import manifest, mixture, validation
 
 RUN = {
     "seconds": 72.3,
@@ -134,6 +134,32 @@ def test_exact_and_lowest_layers() -> None:
     for layer in record["layers"]:
         layer["sqnr_db"] = None
     assert "hidden states: exact after the last layer" in comparison_lines(record)
+
+
+def test_experts_and_routers_of_a_mixture() -> None:
+    made = mixture(4, 16)
+    lines = plain_lines(made, {})
+    assert (
+        "experts: 48 routed in 3 layers; 6 starved, 2 of them without a token (1,024 needed; policy shrink)"
+        in lines
+    )
+    assert "router agreement: 98.20%, lowest 97.42% in layer 1" in lines
+    shown = plain(summary_tables(made, {}))
+    assert "48 routed in 3 layers" in shown
+    assert "98.20%, lowest 97.42% in layer 1" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "router agreement: 98.20%, lowest 97.42% in layer 1" in comparison_lines(made["validation"])
+
+
+def test_a_worst_linear_of_an_expert_is_named_by_its_expert() -> None:
+    made = mixture(2, 4)
+    made["layers"][1]["linears"][-1]["error"] = 0.5
+    assert any("model.layers.1.mlp.experts.3.down_proj" in line for line in plain_lines(made, {}))
+    assert "mlp.experts.3.down_proj" in plain(summary_tables(made, {}))
+
+
+def test_a_dense_model_says_nothing_of_experts() -> None:
+    assert not [line for line in plain_lines(manifest(), RUN) if line.startswith(("experts", "router"))]
 
 
 def test_a_broken_record_is_a_user_error() -> None:
