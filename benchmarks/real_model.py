@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
+from qwen_quantize.checkpoint.layouts import BlockFp8Config
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.cli.session import ChipQuestion, chip_of
+from qwen_quantize.engine.layer import Layer
 from qwen_quantize.engine.linear import ActivationCast, EmulatedGroup, PlainGroup
 from qwen_quantize.engine.load import ModelReader
-from qwen_quantize.engine.model import Layer
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.eval.compare import evaluate
 from qwen_quantize.formats.tables import E4M3FN
@@ -51,7 +52,7 @@ class ActivationsCast(StreamedModel):
         for stream, group in self._layer.groups.items():
             assert isinstance(group, PlainGroup)
             groups[stream] = EmulatedGroup(group, cast)
-        self._layer = Layer(groups, self._layer.norms)
+        self._layer = Layer(groups, self._layer.tensors, self._layer.experts)
 
 
 def quantize(model: Path, output: Path, dataset: Path | None, *more: str) -> dict[str, Any]:
@@ -120,8 +121,8 @@ def measure_rows(
     readers = {
         name: ModelReader(open_source(path)) for name, path in (("plain", plain), ("full", calibrated))
     }
-    quantization = readers["plain"].quantization
-    assert quantization is not None
+    quantization = readers["plain"].linears.quantization
+    assert isinstance(quantization, BlockFp8Config)
     arithmetic, _ = chip_of(ChipQuestion(DEVICE), None)
     cast = ActivationCast(
         E4M3FN, arithmetic.activation_cast, arithmetic.activation_scale_rule, quantization.block[1]
