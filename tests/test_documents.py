@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from qwen_quantize.chip_profiles.arithmetic import ASSUMABLE
-from qwen_quantize.cli.main import app
+from qwen_quantize.cli.main import EXPERT_POLICIES, app
 from qwen_quantize.models.lookup import BY_ARCHITECTURE
 from tests.tiny_models import make_tiny, make_tokenizer, words
 from tools import readme_tables
@@ -30,7 +30,11 @@ FILE = re.compile(
     r"[\w.-]+(/[\w.-]+)+\.(py|toml|md|c|json|txt)|[A-Z]\w+\.md|Makefile|pyproject\.toml|\.ci/run"
 )
 # Made by a run, so that a checkout need not hold them.
-MADE = {"benchmarks/results/real_model.json", "benchmarks/real_model.py"}
+MADE = {
+    f"benchmarks/results/{name}.json"
+    for name in ("real_model", "r1_layer", "layers", "expert_policies", "embedded_moe")
+}
+ARCHITECTURE = re.compile(r"\w+For(CausalLM|ConditionalGeneration)")
 
 
 def text_of(name: str) -> str:
@@ -85,19 +89,19 @@ def complaint(arguments: list[str]) -> str | None:
     return None
 
 
-def promised_keys(readme: str, label: str) -> tuple[set[str], set[str]]:
-    """What the JSON table promises in the row of `label`: keys, and those in brackets, of items of a key."""
+def promised_keys(readme: str, label: str) -> tuple[set[str], dict[str, set[str]]]:
+    """What the JSON table promises in the row of `label`: keys, and for some of them the keys of each item."""
     (row,) = [line for line in text_of(readme).splitlines() if line.startswith(f"| {label} | ")]
     cell = row.removeprefix(f"| {label} |")
-    brackets = re.compile(r"\([^)]*\)|（[^）]*）|；.*|; for.*")
-    inner = " ".join(brackets.findall(cell))
-    return set(CODE.findall(brackets.sub("", cell))), set(CODE.findall(inner))
+    items = re.findall(r"`(\w+)` ?(?:\(each ([^)]*)\)|（每项含([^）]*)）)", cell)
+    inner = {key: set(CODE.findall(english + chinese)) for key, english, chinese in items}
+    return set(CODE.findall(re.sub(r"\([^)]*\)|（[^）]*）|；.*|; for.*", "", cell))), inner
 
 
 @pytest.mark.parametrize("say", LANGUAGES, ids=lambda say: say.file)
 def test_tables_are_fresh(say: Language) -> None:
     text = text_of(say.file)
-    made = readme_tables.refreshed(text, say, parts=("chips", "methods"))
+    made = readme_tables.refreshed(text, say, parts=("chips", "families", "methods"))
     assert made == text, "run `python tools/readme_tables.py`"
 
 
@@ -114,8 +118,9 @@ def test_the_chips_table_says_what_chips_list_says() -> None:
 
 
 def test_the_chinese_tables_have_a_word_for_everything() -> None:
-    cells = set(re.findall(r"\b[a-z_]{3,}\b", re.sub(r"`[^`]*`", "", readme_tables.chips_table(CHINESE))))
-    assert cells <= {"generic"}, "an English word is left in the Chinese table"
+    tables = readme_tables.chips_table(CHINESE) + readme_tables.families_table(CHINESE)
+    cells = set(re.findall(r"\b[a-z_]{3,}\b", re.sub(r"`[^`]*`", "", tables)))
+    assert cells <= {"generic", "mini"}, "an English word is left in a Chinese table"
 
 
 def test_stale_tables_are_found_and_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +168,67 @@ def test_the_measured_table_shows_every_row(say: Language, tmp_path: Path) -> No
     assert "make real-model" in readme_tables.measured_table(say, tmp_path / "none.json")
 
 
+MOE_RESULTS = {
+    "r1_layer": [
+        {"input": kind, "experts": 256, "calibrated": calibrated, "source_bytes": 11_500_000_000, "seconds": 61.25,
+         "copy_seconds": 40.5, "ratio": 1.5123, "peak_memory_bytes": 3 << 29, "max_memory": "4GiB"}
+        for kind, calibrated in (("fp8", False), ("bf16", True))
+    ],
+    "layers": {
+        "experts": {
+            "rows": [
+                {"num_experts": count, "seconds": count / 2, "peak_memory_bytes": peak << 20, "output_bytes": 5}
+                for count, peak in ((16, 500), (32, 510))
+            ],
+            "peak_spread": 0.02,
+            "r_squared": 0.99876,
+        }
+    },
+    "expert_policies": {
+        "tokens": 20480,
+        "starved": 0.25,
+        "rows": [{"seed": seed, "policy": "round", "rise": seed / 1000} for seed in (1, 2)],
+        "means": {"round": {"rise": 0.0015, "kl_mean": 0.0123}},
+    },
+    "embedded_moe": {
+        "tokens": 8176, "perplexity": 53.125, "reference_perplexity": 53.0, "rise": 0.0021,
+        "rise_standard_error": 0.0007, "kl_mean": 0.0035, "top1_agreement": 0.96, "router_agreement": 0.981,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("say", LANGUAGES, ids=lambda say: say.file)
+def test_results_of_mixtures_that_are_there_are_shown(say: Language, tmp_path: Path) -> None:
+    assert "|" not in readme_tables.measured_moe(say, tmp_path)
+    shown = {
+        "r1_layer": (
+            "| FP8 | 256 | ",
+            "| BF16 | 256 | ",
+            "11.5 GB",
+            "61.2",
+            "40.5",
+            "1.51",
+            "1.50 GiB",
+            "4GiB",
+        ),
+        "layers": ("16, 32", "500", "510 MiB", "2.0 %", "0.9988"),
+        "expert_policies": ("`round`", "+0.150 %", "+0.100", "+0.200 %", "0.012300", "25 %", "20,480"),
+        "embedded_moe": ("| 53.000 | 53.125 | +0.21 % ± 0.07 % | 0.00350 | 96.00 % | 98.10 % |", "8,176"),
+    }
+    for count, (name, found) in enumerate(MOE_RESULTS.items(), start=1):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(found))
+        text = readme_tables.measured_moe(say, tmp_path)
+        assert text.count("\n| --- ") == count
+        assert all(fact in text for fact in shown[name])
+        assert "{" not in text
+    (tmp_path / "r1_layer.json").write_text(json.dumps(MOE_RESULTS["r1_layer"][0]))  # one run, not in a list
+    assert "BF16" not in readme_tables.measured_moe(say, tmp_path)
+    (tmp_path / "layers.json").write_text("[]")
+    with pytest.raises(readme_tables.ReadmeError, match=r"layers\.json"):
+        readme_tables.measured_moe(say, tmp_path)
+
+
 def test_the_two_editions_are_in_step() -> None:
     english, chinese = (text_of(name) for name in READMES)
     assert blocks(english) == blocks(chinese)
@@ -184,7 +250,7 @@ def test_commands_parse(name: str) -> None:
 
 def test_the_readme_shows_every_command() -> None:
     shown = {word for arguments in commands("README.md", "qwen_quantize") for word in arguments}
-    assert {"eval", "bench", "generate", "report", "chips", "list", "show", "validate"} <= shown
+    assert {"eval", "regress", "bench", "generate", "report", "chips", "list", "show", "validate"} <= shown
 
 
 @pytest.mark.parametrize(
@@ -262,7 +328,10 @@ def test_words_that_have_no_place_here(name: str) -> None:
 def test_lists_in_the_prose_are_those_of_the_code(name: str) -> None:
     spans = set(CODE.findall(prose(text_of(name))))
     assert set(ASSUMABLE) <= spans
-    assert {span for span in spans if span.endswith("ForCausalLM")} == set(BY_ARCHITECTURE)
+    assert {span for span in spans if ARCHITECTURE.fullmatch(span)} == set(BY_ARCHITECTURE)
+    policies = re.search(r"`--expert-policy`.*?\n- ", prose(text_of(name)), re.DOTALL)
+    assert policies is not None
+    assert set(EXPERT_POLICIES) <= set(CODE.findall(policies[0]))
 
 
 def test_promised_json_keys_are_there(tmp_path: Path) -> None:
@@ -271,12 +340,14 @@ def test_promised_json_keys_are_there(tmp_path: Path) -> None:
     make_tokenizer(model)
     text.write_text(words(300))
     profile = str(ROOT / "qwen_quantize" / "chip_profiles" / "example.toml")
-    quantize = ["--model-path", str(model), "--output-path", str(out), "--device", "example@1.2",
+    quantize = ["--model-path", str(model), "--output-path", str(out), "--device", "ascend",
                 "--validation-text", str(text), "--validation-tokens", "128", "--json"]  # fmt: skip
     runs = {
         ("quantize with `--dry-run`", "量化加 `--dry-run`"): [*quantize, "--dry-run"],
         ("quantize", "量化"): quantize,
         ("`eval`", "`eval`"): ["eval", str(out), "--text", str(text), "--max-tokens", "64", "--length", "32", "--json"],
+        ("`regress`", "`regress`"): ["regress", str(out), "--before", "example@1.2", "--after", "example@1.3",
+                                     "--text", str(text), "--max-tokens", "64", "--json"],
         ("`bench`", "`bench`"): ["bench", str(out), "--prompt-tokens", "4", "--new-tokens", "2", "--json"],
         ("`chips show`", "`chips show`"): ["chips", "show", "example", "--json"],
         ("`chips list`", "`chips list`"): ["chips", "list", "--json"],
@@ -284,16 +355,16 @@ def test_promised_json_keys_are_there(tmp_path: Path) -> None:
     }  # fmt: skip
     for labels, arguments in runs.items():
         result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 0, result.output
+        assert result.exit_code in ((0, 1) if arguments[0] == "regress" else (0,)), result.output
         record = json.loads(result.stdout)
         for readme, label in zip(READMES, labels, strict=True):
             keys, inner = promised_keys(readme, label)
             assert keys
             assert keys <= set(record), f"{readme}: {label} does not print {sorted(keys - set(record))}"
-            if label == "`chips list`":
-                assert inner <= set(record["chips"][0])
-            if "tensors" in keys:
-                assert inner <= set(record["tensors"][0])
+            for key, promised in inner.items():
+                assert promised
+                assert record[key], f"{label} prints no {key} here, so nothing holds their keys"
+                assert promised <= set(record[key][0]), f"{readme}: the items of {key} in {label}"
 
 
 def test_python_versions_agree() -> None:

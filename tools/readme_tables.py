@@ -3,8 +3,12 @@
     python tools/readme_tables.py [--check]
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end generated -->`. NAME is `chips` (from
-the chip profiles), `methods` (from the calibrators) or `measured` (from benchmarks/results/real_model.json,
-where it exists). With --check nothing is written; the exit code is 1 when a part is stale.
+the chip profiles), `families` (from the records of model families), `methods` (from the calibrators), `measured`
+(from benchmarks/results/real_model.json, where it exists) or `measured-moe` (from those of r1_layer.json,
+layers.json, expert_policies.json and embedded_moe.json that exist in the same folder). The first three hold what
+the benchmarks of these names print with --json, r1_layer.json one run or a list of runs; embedded_moe.json holds
+what `qwen_quantize eval --json` prints. Words are in readme_words.toml. With --check nothing is written; the exit
+code is 1 when a part is stale.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ import argparse
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qwen_quantize.calibrators.methods import METHODS
+from qwen_quantize.checkpoint.gguf_config import ARCHITECTURES
 from qwen_quantize.chip_profiles.leaf import Absent
 from qwen_quantize.chip_profiles.legality import check
 from qwen_quantize.chip_profiles.loader import list_profiles, load_profile
@@ -27,10 +33,12 @@ from qwen_quantize.chip_profiles.standing import standing
 from qwen_quantize.formats.granularity import Granularity, GranularityKind
 from qwen_quantize.formats.schemes import SCHEMES, TensorSpec
 from qwen_quantize.formats.tables import E8M0
+from qwen_quantize.models.blueprint import Family
+from qwen_quantize.models.lookup import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "real_model.json"
-_PART = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end generated -->)", re.DOTALL)
+_PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n)(.*?)(<!-- end generated -->)", re.DOTALL)
 _FP8 = ("e4m3fn", "e4m3fnuz")  # the second is AMD's variant of the MI300 generation
 
 
@@ -44,88 +52,15 @@ class Language:
 
     file: str
     words: Mapping[str, str]
-    no_results: str
-    conditions: str
 
     def __call__(self, word: str) -> str:
         """The edition's word; in English most words stand for themselves."""
         return self.words.get(word, word)
 
 
-ENGLISH = Language(
-    "README.md",
-    {
-        "fp8": "FP8",
-        "int8": "INT8",
-        "int4": "INT4",
-        "not_applicable": "n/a",
-        "used": "yes",
-        "unused": "no",
-        "e8m0 scales": "one power of two (E8M0) for each block or group",
-        "tensor": "one scale for the tensor",
-        "channel": "one scale for each output channel",
-        "token": "one scale for each token",
-        "group": "groups of {size}",
-        "block": "blocks of {size}",
-        "none": "unchanged (16 bits)",
-        "dynamic": "{format}, {region}, scaled at run time",
-        "static": "{format}, {region}, scaled beforehand",
-        "weights": "{format}, {region}",
-    },
-    no_results="There are no figures in this checkout yet. `make real-model` fetches the model and the texts, "
-    "and `benchmarks/real_model.py` measures them and writes `benchmarks/results/real_model.json`.",
-    conditions="{model}; {tokens} tokens of {text}; {calibration_tokens} tokens of calibration text. Quantizing "
-    "took {seconds} s and at most {memory} of memory. Machine: {machine}.",
-)
-CHINESE = Language(
-    "README.zh-CN.md",
-    {
-        "chip": "芯片",
-        "vendor": "厂商",
-        "fp8": "FP8",
-        "int8": "INT8",
-        "int4": "INT4",
-        "memory": "内存",
-        "arithmetic": "运算细节",
-        "yes": "有",
-        "no": "无",
-        "unknown": "未知",
-        "emulated": "模拟",
-        "not_applicable": "不适用",
-        "not_supported": "不支持",
-        "disputed": "说法不一",
-        "used": "是",
-        "unused": "否",
-        "allowed": "可以",
-        "unsupported": "不可以",
-        "stated": "已公开",
-        "partly": "部分公开",
-        "method": "方法",
-        "weight": "权重",
-        "activations": "激活",
-        "scales": "缩放因子",
-        "second moments": "使用输入的二阶矩",
-        "e8m0 scales": "每块或每组一个 2 的幂（E8M0）",
-        "tensor": "整个张量一个缩放因子",
-        "channel": "每个输出通道一个缩放因子",
-        "token": "每个 token 一个缩放因子",
-        "group": "每 {size} 个元素一组",
-        "block": "{size} 分块",
-        "none": "不变（16 位）",
-        "dynamic": "{format}，{region}，推理时计算缩放因子",
-        "static": "{format}，{region}，缩放因子预先确定",
-        "weights": "{format}，{region}",
-        "weights and casts": "权重与激活",
-        "perplexity": "困惑度",
-        "rise": "升幅",
-        "KL (nats)": "KL（nat）",
-        "same top-1": "top-1 一致率",
-    },
-    no_results="本仓库目前还没有实测数据。`make real-model` 下载模型与文本，`benchmarks/real_model.py` 负责测量，"
-    "并写出 `benchmarks/results/real_model.json`。",
-    conditions="模型：{model}；评测文本：{text}，{tokens} 个 token；校准文本：{calibration_tokens} 个 token。"
-    "量化用时 {seconds} 秒，内存峰值 {memory}。机器：{machine}。",
-)
+_WORDS = tomllib.loads(Path(__file__).with_name("readme_words.toml").read_text(encoding="utf-8"))
+ENGLISH = Language("README.md", _WORDS["en"])
+CHINESE = Language("README.zh-CN.md", _WORDS["zh"])
 LANGUAGES = (ENGLISH, CHINESE)
 
 
@@ -166,6 +101,36 @@ def matrix_word(profile: ChipProfile, types: Sequence[str]) -> str:
     return "no" if first is False or first is Absent.NOT_SUPPORTED else "unknown"
 
 
+def families_table(say: Language) -> str:
+    """One row for each architecture that has a forward pass, in the order of their records."""
+    head = [say(w) for w in ("architecture", "models", "attention", "MLP")] + ["GGUF"]
+    gguf = {known.architecture for known in ARCHITECTURES.values()}
+    rows = []
+    for family in FAMILIES:
+        for name in family.architectures:
+            if name not in _WORDS["models"]:
+                raise ReadmeError(f"tools/readme_words.toml names no model of the architecture {name}")
+            kinds = say(_attention_word(family)), say(_mlp_word(family))
+            rows.append(
+                [f"`{name}`", _WORDS["models"][name], *kinds, say("used" if name in gguf else "unused")]
+            )
+    return _table(head, rows)
+
+
+def _attention_word(family: Family) -> str:
+    if family.rules.delta is not None:
+        return "gated delta net, grouped-query"
+    if family.rules.latent is None:
+        return "grouped-query"
+    return "latent" if family.indexer is None else "latent with an indexer"
+
+
+def _mlp_word(family: Family) -> str:
+    if not family.experts:
+        return "dense"
+    return "routed and shared experts" if family.shared else "routed experts"
+
+
 def methods_table(say: Language) -> str:
     """One row for each entry of METHODS."""
     head = [say(w) for w in ("method", "weight", "activations", "scales", "second moments")]
@@ -202,12 +167,12 @@ def _region_words(granularity: Granularity, say: Language) -> str:
 def measured_table(say: Language, results: Path = RESULTS) -> str:
     """The figures of benchmarks/real_model.py and the conditions they were taken under."""
     if not results.is_file():
-        return say.no_results + "\n"
+        return say("no_results") + "\n"
     try:
         record = json.loads(results.read_text(encoding="utf-8"))
         head = [say(w) for w in ("weights and casts", "perplexity", "rise", "KL (nats)", "same top-1")]
         table = _table(head, [_measured_row(row) for row in record["rows"]])
-        conditions = say.conditions.format(
+        conditions = say("conditions").format(
             model=record["model"],
             tokens=f"{record['tokens']:,}",
             text=record["text"],
@@ -236,10 +201,93 @@ def _measured_row(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def measured_moe(say: Language, folder: Path = RESULTS.parent) -> str:
+    """A table for each file of results about mixtures of experts that is in the folder."""
+    parts = []
+    for name, table in _MOE_TABLES.items():
+        path = folder / f"{name}.json"
+        if not path.is_file():
+            continue
+        try:
+            parts.append(table(say, json.loads(path.read_text(encoding="utf-8"))))
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ReadmeError(f"{path}: not what makes it, see the top of this tool ({error!r})") from error
+    return "\n".join(parts) if parts else say("no_moe_results") + "\n"
+
+
+def _r1_layer(say: Language, found: Any) -> str:
+    runs = found if isinstance(found, list) else [found]
+    head = [say(w) for w in ("input", "routed experts in it", "calibrated", "size")]
+    head += ["`ue8m0`", "`cp`", say("ratio"), say("peak memory")]
+    rows = [
+        [
+            {"fp8": "FP8", "bf16": "BF16"}[run["input"]],
+            str(run["experts"]),
+            say("used" if run["calibrated"] else "unused"),
+            f"{run['source_bytes'] / 1e9:.1f} GB",
+            say("{seconds} s").format(seconds=f"{run['seconds']:.1f}"),
+            say("{seconds} s").format(seconds=f"{run['copy_seconds']:.1f}"),
+            f"{run['ratio']:.2f}",
+            f"{run['peak_memory_bytes'] / 2**30:.2f} GiB",
+        ]
+        for run in runs
+    ]
+    ceilings = " / ".join(dict.fromkeys(str(run["max_memory"]) for run in runs))
+    return f"{say('r1_layer').format(ceiling=ceilings)}\n\n{_table(head, rows)}"
+
+
+def _layers(say: Language, found: Any) -> str:
+    head = [say(w) for w in ("varied", "values", "peak memory", "spread", "R² of the times")]
+    rows = []
+    for name, group in found.items():
+        peaks = [row["peak_memory_bytes"] / 2**20 for row in group["rows"]]
+        (key,) = set(group["rows"][0]) - {"seconds", "peak_memory_bytes", "output_bytes"}
+        rows.append(
+            [
+                say(name),
+                ", ".join(str(row[key]) for row in group["rows"]),
+                say("{low} to {high}").format(low=f"{min(peaks):.0f}", high=f"{max(peaks):.0f} MiB"),
+                f"{100 * group['peak_spread']:.1f} %",
+                f"{group['r_squared']:.4f}",
+            ]
+        )
+    return f"{say('layers')}\n\n{_table(head, rows)}"
+
+
+def _expert_policies(say: Language, found: Any) -> str:
+    rows = []
+    for policy, means in found["means"].items():
+        rises = [100 * row["rise"] for row in found["rows"] if row["policy"] == policy]
+        spread = say("{low} to {high}").format(low=f"{min(rises):+.3f}", high=f"{max(rises):+.3f} %")
+        rows.append([f"`{policy}`", f"{100 * means['rise']:+.3f} %", spread, f"{means['kl_mean']:.6f}"])
+    words = say("expert_policies").format(
+        starved=f"{100 * found['starved']:.0f} %",
+        tokens=f"{found['tokens']:,}",
+        seeds=len({row["seed"] for row in found["rows"]}),
+    )
+    return f"{words}\n\n{_table([say(w) for w in ('policy', 'rise', 'range', 'KL (nats)')], rows)}"
+
+
+def _embedded_moe(say: Language, found: Any) -> str:
+    head = [say(w) for w in ("original", "perplexity", "rise", "KL (nats)", "same top-1", "router agreement")]
+    cells = [*_measured_row({"name": "", **found})[1:], f"{100 * found['router_agreement']:.2f} %"]
+    table = _table(head, [[f"{found['reference_perplexity']:.3f}", *cells]])
+    return f"{say('embedded_moe').format(tokens=format(found['tokens'], ','))}\n\n{table}"
+
+
+_MOE_TABLES: dict[str, Callable[[Language, Any], str]] = {
+    "r1_layer": _r1_layer,
+    "layers": _layers,
+    "expert_policies": _expert_policies,
+    "embedded_moe": _embedded_moe,
+}
+
 PARTS: dict[str, Callable[[Language], str]] = {
     "chips": chips_table,
+    "families": families_table,
     "methods": methods_table,
     "measured": measured_table,
+    "measured-moe": measured_moe,
 }
 
 

@@ -85,9 +85,9 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
     arithmetic = resolve_arithmetic(resolution.profile, scheme, dict(recipe.assume))
     architecture, blueprint = architecture_of(source.config), find_blueprint(source.config)
     linears = LinearReader(source)
-    found = check_tensors(source, linears, blueprint) if blueprint is not None else ()
     if recipe.dataset is None and stacked_experts(source.names()) is not None:
-        blueprint = None
+        blueprint = None  # no forward pass reads them, but converting needs none
+    found = check_tensors(source, linears, blueprint) if blueprint is not None else ()
     if blueprint is None and recipe.dataset is not None:
         raise UserError(
             f"config.json: the architecture {shown(architecture)} has no forward pass here, which calibration needs "
@@ -196,8 +196,8 @@ def _choose_block(
         return (128, 128), ()
     if all(module.endswith(".kv_a_proj_with_mqa") and not shape[1] % 128 for module, shape in sizes.items()):
         return (128, 128), (
-            "the last block of kv_a_proj_with_mqa is partial, as in DeepSeek's own checkpoints; transformers on a "
-            "CPU misreads it, vLLM and SGLang read it rightly",
+            "the last block of kv_a_proj_with_mqa is partial, as in DeepSeek's own checkpoints, which vLLM and SGLang "
+            "read; transformers on a CPU may refuse it",
         )
     odd = min(size for shape in sizes.values() for size in shape if size % 128)
     for size in _BLOCK_SIZES[1:]:

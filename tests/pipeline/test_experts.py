@@ -188,3 +188,30 @@ def test_quantized_without_data_by_tensor_names(tmp_path: Path) -> None:
     )  # fmt: skip
     assert refused.exit_code == 2
     assert "NobodysForCausalLM" in refused.stderr
+
+
+def test_stacked_experts_are_kept_without_data(tmp_path: Path, texts: list[str]) -> None:
+    """A checkpoint that holds all experts of a layer in one tensor: converted around them, calibration refused."""
+    model, out = (
+        make(tmp_path / "model", "qwen3-moe", hidden_size=128, moe_intermediate_size=64),
+        tmp_path / "out",
+    )
+    state = load_file(model / "model.safetensors")
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        experts = [name for name in state if name.startswith(prefix)]
+        state[f"{prefix}down_proj"] = torch.stack([state[n] for n in experts if "down_proj" in n])
+        state[f"{prefix}gate_up_proj"] = torch.stack([state[n] for n in experts if "gate_proj" in n])
+        for name in experts:
+            del state[name]
+    save_file(state, model / "model.safetensors", metadata={"format": "pt"})
+    command = ["--model-path", model, "--device", "example@1.2", "--no-validate"]
+    run(*command, "--output-path", out)
+    written = load_file(out / "model.safetensors")
+    assert torch.equal(
+        written["model.layers.1.mlp.experts.down_proj"], state["model.layers.1.mlp.experts.down_proj"]
+    )
+    assert written["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+    refused = invoke("--model-path", model, "--output-path", tmp_path / "no", *texts)
+    assert refused.exit_code == 2
+    assert "mlp.experts." in refused.stderr
