@@ -1,0 +1,201 @@
+"""Quantizing a model again as its manifest says, but for a chip that computes otherwise now."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+from qwen_quantize.calibrators.experts import ExpertPolicy
+from qwen_quantize.chip_profiles.devices import resolve_device
+from qwen_quantize.cli.console import Speaker
+from qwen_quantize.cli.quantize import Validation, run_quantize
+from qwen_quantize.cli.regress_answers import Answers, chip_cast, run_scores
+from qwen_quantize.cli.regress_sides import Side, arithmetic_of, assumptions_for, side_of_record
+from qwen_quantize.cli.session import open_reader
+from qwen_quantize.errors import UserError
+from qwen_quantize.eval.divergence import quantiles
+from qwen_quantize.eval.perplexity import perplexity
+from qwen_quantize.eval.regression import truncated_kl
+from qwen_quantize.eval.token_scores import TokenScores
+from qwen_quantize.formats.schemes import Scheme
+from qwen_quantize.pipeline.recipe import Recipe
+from qwen_quantize.pipeline.texts import EvaluationTokens
+
+# Options of the main command by the recipe's fields; one that holds its default is left out.
+_OPTIONS = {
+    "dataset": "--calibration-dataset",
+    "column": "--calibration-column",
+    "samples": "--calibration-samples",
+    "length": "--calibration-length",
+    "seed": "--seed",
+    "expert_policy": "--expert-policy",
+    "block_size": "--block-size",
+    "max_memory": "--max-memory",
+}
+_FLAGS = {"with_claims": "--with-claims", "allow_unsupported": "--allow-unsupported"}
+_LISTS = {"ignore": "--ignore", "include": "--include"}
+_TEXTS = ("method",)
+_OPTIONAL_TEXTS = ("dataset", "column")
+_INTEGERS = ("samples", "length", "seed", "max_shard_bytes")
+_OPTIONAL_INTEGERS = ("block_size", "max_memory")
+
+
+def recipe_for(
+    manifest: Mapping[str, Any], where: str, sides: tuple[Side, Side], scheme: Scheme, dataset: str | None
+) -> Recipe:
+    """The manifest's own request for the chip that the second side names, else for the manifest's.
+
+    dataset: calibrate on this instead.
+    """
+    before, after = sides
+    device = after.device or side_of_record(manifest, where, scheme).device
+    if device is None:
+        raise UserError(f"neither {after.name} nor the manifest of {where} names a chip to recalibrate for")
+    recipe = _recipe(manifest, where)
+    if dataset is not None:
+        recipe = replace(recipe, dataset=dataset, column=None)
+    assume = assumptions_for(after, before, device, scheme)
+    return replace(
+        recipe,
+        device=device,
+        versions=(),
+        assume=tuple(sorted(assume.items())),
+        with_claims=after.with_claims,
+    )
+
+
+def _recipe(manifest: Mapping[str, Any], where: str) -> Recipe:
+    request = manifest["request"]
+
+    def refuse(key: str) -> UserError:
+        return UserError(
+            f"the manifest of {where}: request {key!r} is {request.get(key)!r:.80}, which cannot be"
+        )
+
+    found: dict[str, Any] = {}
+    for key in (
+        *_TEXTS,
+        *_OPTIONAL_TEXTS,
+        *_INTEGERS,
+        *_OPTIONAL_INTEGERS,
+        *_FLAGS,
+        *_LISTS,
+        "expert_policy",
+    ):
+        if key not in request:
+            continue
+        value = request[key]
+        integer = isinstance(value, int) and not isinstance(value, bool)
+        if key in _LISTS:
+            fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        elif key in _FLAGS:
+            fits = isinstance(value, bool)
+        elif key in _INTEGERS:
+            fits = integer
+        elif key in _OPTIONAL_INTEGERS:
+            fits = integer or value is None
+        elif key == "expert_policy":
+            fits = value in tuple(ExpertPolicy)
+        else:
+            fits = isinstance(value, str) or (value is None and key in _OPTIONAL_TEXTS)
+        if not fits:
+            raise refuse(key)
+        found[key] = (
+            tuple(value) if key in _LISTS else ExpertPolicy(value) if key == "expert_policy" else value
+        )
+    source = manifest["source"].get("path")
+    if not isinstance(source, str) or not source or "method" not in found:
+        raise UserError(f"the manifest of {where} does not say from which model and how it was made")
+    return Recipe(model_path=source, device="", **found)
+
+
+def command_for(recipe: Recipe, output: str) -> str:
+    """The command line that does what the recipe says."""
+    words = ["qwen_quantize", "--model-path", recipe.model_path, "--output-path", output]
+    words += ["--device", recipe.device, "--quant-method", recipe.method]
+    standard = {field.name: field.default for field in fields(Recipe) if field.default is not MISSING}
+    for key, option in _OPTIONS.items():
+        value = getattr(recipe, key)
+        if value != standard[key]:
+            words += [option, str(value)]
+    for key, option in _LISTS.items():
+        words += [word for item in getattr(recipe, key) for word in (option, item)]
+    words += [word for field, value in recipe.assume for word in ("--assume", f"{field}={value}")]
+    words += [option for key, option in _FLAGS.items() if getattr(recipe, key)]
+    return shlex.join(words)
+
+
+def check_recalibration(recipe: Recipe, output: Path, scheme: Scheme) -> None:
+    """UserError, before anything is measured, where the quantization could not even begin."""
+    if output.exists():
+        raise UserError(f"--recalibrate {output} exists; name a folder that does not")
+    if not Path(recipe.model_path).exists():
+        raise UserError(
+            f"the model it was made from, {recipe.model_path}, is not here; without it nothing can be quantized again"
+        )
+    if (
+        recipe.dataset is not None
+        and Path(recipe.dataset).is_absolute()
+        and not Path(recipe.dataset).exists()
+    ):
+        raise UserError(
+            f"the calibration text {recipe.dataset} is not here; name one with --calibration-dataset"
+        )
+    resolve_device(
+        recipe.device, scheme, with_claims=recipe.with_claims, allow_unsupported=recipe.allow_unsupported
+    )
+
+
+def recalibrate(
+    recipe: Recipe,
+    output: Path,
+    sides: tuple[Side, Side],
+    scheme: Scheme,
+    answers: Answers,
+    windows: EvaluationTokens,
+    speaker: Speaker,
+) -> dict[str, Any]:
+    """Quantize again and measure all three on the same text; KL is from the unquantized model, a lower bound."""
+    speaker.say(f"quantizing again for {recipe.device} into {output}")
+    run_quantize(
+        recipe,
+        output,
+        Validation(False, None, 0),
+        resume=False,
+        overwrite=False,
+        threads=None,
+        dry_run=False,
+        as_json=False,
+        quiet=True,
+    )
+    with speaker.progress("regress, unquantized") as progress:
+        source = run_scores(open_reader(recipe.model_path), None, windows, progress)
+    again = open_reader(str(output))
+    cast = chip_cast(again, arithmetic_of(sides[1], sides[0], scheme))
+    with speaker.progress("regress, recalibrated") as progress:
+        scores = run_scores(again, cast, windows, progress)
+    rows = [
+        _row(name, source, run)
+        for name, run in (("before", answers.before), ("after", answers.after), ("recalibrated", scores))
+    ]
+    before, after, new = (row["perplexity"] for row in rows)
+    return {
+        "output_path": str(output),
+        "rows": rows,
+        "recovered_fraction": (after - new) / (after - before) if after != before else None,
+        "unquantized_perplexity": perplexity(-source.log_probability.double()),
+    }
+
+
+def _row(name: str, source: TokenScores, run: TokenScores) -> dict[str, Any]:
+    kl = truncated_kl(source, run)
+    (p99,) = quantiles(kl, (0.99,))
+    return {
+        "name": name,
+        "perplexity": perplexity(-run.log_probability.double()),
+        "kl_mean": float(kl.mean()),
+        "kl_p99": p99,
+    }
