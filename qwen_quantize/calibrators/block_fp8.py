@@ -14,6 +14,7 @@ from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
 from qwen_quantize.calibrators.scale_search import search_exponents
 from qwen_quantize.formats.block_kernels import dequantize_blocks, quantize_blocks
 from qwen_quantize.formats.blocks import block_amax, expand_scale
+from qwen_quantize.formats.scales import ScaleRule, scale_exponents
 from qwen_quantize.formats.spec import FloatFormat
 
 _STRIP_VALUES = 1 << 24  # of a weight that are solved together; about six copies of them live at a time
@@ -68,10 +69,11 @@ def _solve_strip(problem: LayerProblem, weight: Tensor, column_weight: Tensor | 
     assert isinstance(format, FloatFormat)
     rows, columns = spec.granularity.rows, spec.granularity.cols
     weight = weight.contiguous()
-    choice = search_exponents(weight, format, problem.weight_cast, rows, columns, column_weight)
+    target = weight if problem.gain is None else weight * problem.gain
+    choice = search_exponents(target, format, problem.weight_cast, rows, columns, column_weight)
 
-    def rounded(exponents: Tensor) -> Tensor:
-        return quantize_blocks(weight, exponents, format, problem.weight_cast, rows, columns)
+    def rounded(values: Tensor, exponents: Tensor) -> Tensor:
+        return quantize_blocks(values, exponents, format, problem.weight_cast, rows, columns)
 
     def values(codes: Tensor, exponents: Tensor) -> Tensor:
         return dequantize_blocks(codes, exact_scale(exponents), format, rows, columns)
@@ -82,31 +84,35 @@ def _solve_strip(problem: LayerProblem, weight: Tensor, column_weight: Tensor | 
             exponents=exponents,
             error=error,
             baseline_error=baseline,
-            signal=_signal(problem, weight, column_weight),
-            noise=squared_norm(weight - values(codes, exponents)),
-            weight_square=squared_norm(weight),
+            signal=_signal(problem, target, column_weight),
+            noise=squared_norm(target - values(codes, exponents)),
+            weight_square=squared_norm(target),
             searched_blocks=int((exponents != choice.baseline_exponents).sum()),
-            zero_blocks=int((block_amax(weight, spec.granularity) == 0).sum()),
+            zero_blocks=int((block_amax(target, spec.granularity) == 0).sum()),
             compensation_refused=refused,
         )
 
     exponents = choice.exponents
     if not problem.factors:
         error, baseline = float(choice.errors.sum()), float(choice.baseline_errors.sum())
-        return strip(rounded(exponents), exponents, error, baseline, False)
+        return strip(rounded(target, exponents), exponents, error, baseline, False)
     factors = problem.factors
-    baseline_codes = rounded(choice.baseline_exponents)
-    baseline = output_error(weight - values(baseline_codes, choice.baseline_exponents), factors)
-    scale = expand_scale(exact_scale(exponents), spec.granularity, tuple(weight.shape))
-    compensated, error = compensated_rounding(weight, scale, factors, format)
+    baseline_exponents = choice.baseline_exponents
+    if problem.gain is not None:  # the baseline knows nothing of the chip
+        amax = block_amax(weight, spec.granularity)
+        baseline_exponents = scale_exponents(amax, format, ScaleRule.RCEIL)
+    baseline_codes = rounded(weight, baseline_exponents)
+    baseline = output_error(target - values(baseline_codes, baseline_exponents), factors)
+    scale = expand_scale(exact_scale(exponents), spec.granularity, tuple(target.shape))
+    compensated, error = compensated_rounding(target, scale, factors, format)
     if error < baseline:
         # The values are on the grid already, so this only finds their codes.
         codes = quantize_blocks(compensated, exponents, format, problem.weight_cast, rows, columns)
         return strip(codes, exponents, error, baseline, False)
-    codes = rounded(exponents)
-    error = output_error(weight - values(codes, exponents), factors)
+    codes = rounded(target, exponents)
+    error = output_error(target - values(codes, exponents), factors)
     if baseline < error:  # the search minds only the diagonal of the Hessian
-        return strip(baseline_codes, choice.baseline_exponents, baseline, baseline, True)
+        return strip(baseline_codes, baseline_exponents, baseline, baseline, True)
     return strip(codes, exponents, error, baseline, True)
 
 

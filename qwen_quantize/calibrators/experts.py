@@ -50,6 +50,7 @@ def shrunk(own: InputStatistics, everyone: InputStatistics, needed: int) -> Inpu
         amax=own.amax if own.tokens else everyone.amax,
         total=own.total + tokens * everyone.total,
         squares=own.squares + tokens * everyone.squares,
+        cross=own.cross + share * everyone.cross,
         weight_total=own.weight_total + missing * mean_weight,
     )
 

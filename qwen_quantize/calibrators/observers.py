@@ -21,7 +21,8 @@ class InputStatistics:
     arrives. histogram: [256, 8] int64 over float32 exponent field and top three mantissa bits.
     second_moments: [k, k] float64 sums of w Q(x) Q(x)^T over consecutive ranges of features, commonly one of
     all K; Q is the chip's cast (the identity without one) and w the token's weight. () when only the cheap
-    statistics were asked for. weight_total: the sum of the weights.
+    statistics were asked for. cross: [K] float64 sum of w x Q(x), each feature with itself, gathered with the
+    second moments. weight_total: the sum of the weights.
     """
 
     tokens: int
@@ -30,6 +31,7 @@ class InputStatistics:
     squares: Tensor
     histogram: Tensor
     second_moments: tuple[Tensor, ...]
+    cross: Tensor
     weight_total: float
 
     def mean_square(self) -> Tensor:
@@ -62,6 +64,7 @@ class InputObserver:
         self.squares = torch.zeros(features, dtype=torch.float64)
         self.histogram = torch.zeros(256, 8, dtype=torch.int64)
         self.second_moments = tuple(torch.zeros(k, k, dtype=torch.float64) for k in moment_ranges)
+        self.cross = torch.zeros(features, dtype=torch.float64)
         self.weight_total = 0.0
 
     def observe(self, x: Tensor, weight: Tensor | None = None) -> None:
@@ -79,6 +82,7 @@ class InputObserver:
             return
         seen = x if self.cast is None else self.cast(x)
         weighted = seen if weight is None else seen * weight.unsqueeze(1)
+        self.cross += (weighted * x).sum(dim=0)
         begin = 0
         for moment in self.second_moments:
             end = begin + moment.shape[0]
@@ -98,6 +102,7 @@ class InputObserver:
             self.squares,
             self.histogram,
             self.second_moments,
+            self.cross,
             self.weight_total,
         )
 
@@ -135,5 +140,6 @@ def merge_statistics(a: InputStatistics, b: InputStatistics) -> InputStatistics:
         squares=a.squares + b.squares,
         histogram=a.histogram + b.histogram,
         second_moments=tuple(mine + theirs for mine, theirs in moments),
+        cross=a.cross + b.cross,
         weight_total=a.weight_total + b.weight_total,
     )

@@ -31,7 +31,8 @@ class LayerProblem:
 
     `factors` may be shared by all linears of one stream: they are computed once. There is one for all
     features, or one for each of several ranges of features, which are then compensated separately (what a
-    memory ceiling may ask for).
+    memory ceiling may ask for). gain: [in] float32, what each column is worth more because the chip's cast
+    shrinks (or widens) the input it meets; None for 1.
     """
 
     name: str
@@ -40,6 +41,7 @@ class LayerProblem:
     weight_cast: CastRule
     statistics: InputStatistics | None = None
     factors: tuple[HessianFactor, ...] = ()
+    gain: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

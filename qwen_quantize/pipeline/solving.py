@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qwen_quantize.calibrators.block_fp8 import exact_scale
+from qwen_quantize.calibrators.gain import column_gain
 from qwen_quantize.calibrators.hessian import factorize_statistics
 from qwen_quantize.calibrators.observers import InputStatistics
 from qwen_quantize.calibrators.problem import HessianFactor, LayerProblem, LayerSolution
@@ -41,6 +42,7 @@ def solve_group(
 ) -> dict[str, LayerSolution]:
     """Quantize the linears of one group, in order; modules: their full names."""
     solutions = {}
+    gain = None if statistics is None else column_gain(statistics)
     for module, weight in zip(modules, torch.split(plain.weight, list(plain.sizes)), strict=True):
         problem = LayerProblem(
             name=module,
@@ -49,6 +51,7 @@ def solve_group(
             weight_cast=plan.arithmetic.weight_cast,
             statistics=statistics,
             factors=factors,
+            gain=gain,
         )
         solutions[module] = plan.method.solve(problem)
     return solutions
