@@ -34,7 +34,7 @@ from torch import Tensor
 
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.cli.session import ChipQuestion, activation_cast, chip_of, read_text
-from qwen_quantize.engine.linear import ActivationCast
+from qwen_quantize.engine.linear import ActivationCast, ChipCompute
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.eval.compare import evaluate
@@ -73,7 +73,7 @@ def record(model: Path, device: str, *, noisy: bool = False) -> TokenScores:
         cast = NoisyCast(cast.format, cast.rule, cast.scale_rule, cast.group_size)
     windows, _ = read_text(None, reader, None, 1 << 20)
     recorder = ScoreRecorder()
-    evaluate(StreamedModel(reader, cast), windows.windows, watch=recorder.add)
+    evaluate(StreamedModel(reader, ChipCompute(cast)), windows.windows, watch=recorder.add)
     return recorder.scores(windows.document_ids)
 
 

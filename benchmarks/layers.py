@@ -25,16 +25,16 @@ from qwen_quantize.models.lookup import require_blueprint
 VOCABULARY = 2000
 LAYERS = (4, 8, 16, 32)
 EXPERTS = (16, 32, 64)
-WINDOWS, LENGTH = 8, 512
+WINDOWS, LENGTH = 4, 256
 
 DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": VOCABULARY,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -47,7 +47,7 @@ SPARSE: dict[str, Any] = DENSE | {
     "model_type": "qwen3_moe",
     "num_experts": 16,
     "num_experts_per_tok": 4,
-    "moe_intermediate_size": 256,
+    "moe_intermediate_size": 128,
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],

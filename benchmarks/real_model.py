@@ -25,8 +25,7 @@ import torch
 from qwen_quantize.checkpoint.layouts import BlockFp8Config
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.cli.session import ChipQuestion, chip_of
-from qwen_quantize.engine.layer import Layer
-from qwen_quantize.engine.linear import ActivationCast, EmulatedGroup, PlainGroup
+from qwen_quantize.engine.linear import ActivationCast, ChipCompute
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.eval.compare import evaluate
@@ -36,23 +35,6 @@ from qwen_quantize.pipeline.texts import evaluation_windows, load_documents
 
 RESULTS = Path(__file__).resolve().parent / "results" / "real_model.json"
 DEVICE = "ascend"
-
-
-class ActivationsCast(StreamedModel):
-    """The unquantized weights under the chip's activation cast: what no choice of weights can win back."""
-
-    def open_layer(self, index: int) -> None:
-        cast = self.cast
-        assert cast is not None
-        self.cast = None
-        super().open_layer(index)
-        self.cast = cast
-        assert self._layer is not None
-        groups = {}
-        for stream, group in self._layer.groups.items():
-            assert isinstance(group, PlainGroup)
-            groups[stream] = EmulatedGroup(group, cast)
-        self._layer = Layer(groups, self._layer.tensors, self._layer.experts)
 
 
 def quantize(model: Path, output: Path, dataset: Path | None, *more: str) -> dict[str, Any]:
@@ -127,14 +109,17 @@ def measure_rows(
     cast = ActivationCast(
         E4M3FN, arithmetic.activation_cast, arithmetic.activation_scale_rule, quantization.block[1]
     )
+    chip = ChipCompute(cast)
     reference = ModelReader(source)
     candidates = {
         "weights rounded, no calibration data; activations untouched": StreamedModel(readers["plain"]),
         "weights calibrated; activations untouched": StreamedModel(readers["full"]),
-        "weights untouched; activations cast by the chip": ActivationsCast(reference, cast),
-        "weights rounded, no calibration data; activations cast": StreamedModel(readers["plain"], cast),
+        "weights untouched; activations cast by the chip": StreamedModel(
+            ModelReader(source, readers["full"]), chip
+        ),
+        "weights rounded, no calibration data; activations cast": StreamedModel(readers["plain"], chip),
         "weights calibrated; activations cast (the checkpoint as served)": StreamedModel(
-            readers["full"], cast
+            readers["full"], chip
         ),
     }
     rows: list[dict[str, Any]] = []

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from qwen_quantize.chip_profiles.leaf import UNSTATED, Absent, Leaf
@@ -24,7 +24,14 @@ if TYPE_CHECKING:  # both import torch, and `chips` must not
     from qwen_quantize.formats.schemes import Scheme
 
 EXACT = "exact"
+NEVER = "never"
+FLOAT32_BITS = 23  # fraction bits of a float32
 _FRACTION_BITS = (EXACT, *(str(bits) for bits in range(1, 64)))
+_PRODUCTS = tuple(str(count) for count in range(1, 65))
+_MANTISSA_BITS = tuple(str(bits) for bits in range(1, 24))
+_INTERVALS = (NEVER, *(str(1 << power) for power in range(2, 17)))
+_SUM_ROUNDINGS = ("rne", "rna", "rtz", "floor", "ceil")  # those that a sum can have
+_STEP_BITS = 256  # of an operand's K that one step takes: 32 bytes on every published FP8 unit but one
 # Every key that --assume takes, with its values.
 ASSUMABLE: dict[str, tuple[str, ...]] = {
     "cast.rounding": tuple(Rounding),
@@ -34,8 +41,12 @@ ASSUMABLE: dict[str, tuple[str, ...]] = {
     "scale.rule": SCALE_RULES[:-1],  # searching needs the values: no unit does that at run time
     "accumulator.format": ACCUMULATORS,
     "accumulator.fraction_bits": _FRACTION_BITS,
+    "accumulator.products_per_step": _PRODUCTS,
+    "accumulator.alignment_rounding": _SUM_ROUNDINGS,
+    "accumulator.final_rounding": _SUM_ROUNDINGS,
+    "accumulator.output_mantissa_bits": _MANTISSA_BITS,
+    "accumulator.promotion_interval": _INTERVALS,
 }
-Settle = Callable[[str, Leaf, str, str], str]  # key, stated leaf, default, why the default -> value
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +64,7 @@ class Accumulator:
 
     `fraction_bits` are the bits below the largest exponent that survive the alignment of one step of
     `products_per_step` products; `output_mantissa_bits` those that the register keeps; `promotion_interval`
-    counts products.
+    counts products, and None is never. Only a `narrow` one needs the rest: they are then stated or assumed.
     """
 
     format: str
@@ -63,6 +74,20 @@ class Accumulator:
     final_rounding: Rounding
     output_mantissa_bits: int | None
     promotion_interval: int | None
+
+    @property
+    def narrow(self) -> bool:
+        """Whether sums lose bits that float32 would keep."""
+        return is_narrow(self.format, self.fraction_bits, self.output_mantissa_bits)
+
+
+def is_narrow(format_name: str, fraction_bits: int | None, mantissa_bits: int | None) -> bool:
+    """Whether a float accumulator is worse than float32: fp16, or fewer than 23 bits in a step or kept."""
+    if format_name == "int32":
+        return False
+    return format_name == "fp16" or any(
+        bits is not None and bits < FLOAT32_BITS for bits in (fraction_bits, mantissa_bits)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +138,39 @@ class Arithmetic:
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
+@dataclass
+class _Settling:
+    """Settles one field after another: the user's choice, else the stated fact, else a default that is listed."""
+
+    profile: ChipProfile
+    wanted: Mapping[str, str]
+    listed: list[Assumption] = field(default_factory=list)
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)  # keys that the user may set
+
+    def __call__(self, key: str, leaf: Leaf, default: str, why: str) -> str:
+        self.used.add(key)
+        if key in self.wanted:
+            stated = f"; the profile states {leaf.value}" if decides(leaf, self.profile) else ""
+            self.listed.append(Assumption(key, self.wanted[key], f"set by the user{stated}"))
+            return self.wanted[key]
+        if decides(leaf, self.profile):
+            self.sources[key] = leaf.sources
+            return str(leaf.value)
+        if leaf.value is Absent.NOT_APPLICABLE:  # the question does not arise there: the method decides
+            self.sources[key] = leaf.sources
+            return default
+        self.listed.append(Assumption(key, default, _why_open(leaf, why)))
+        return default
+
+    def if_needed(self, needed: bool, key: str, leaf: Leaf, default: str, why: str) -> str | None:
+        """The same, but None instead of an assumption where the field decides no bit."""
+        self.used.add(key)
+        if needed or key in self.wanted or decides(leaf, self.profile):
+            return self(key, leaf, default, why)
+        return None
+
+
 def resolve_arithmetic(
     profile: ChipProfile, scheme: Scheme, assumptions: Mapping[str, str] | None = None
 ) -> Arithmetic:
@@ -121,27 +179,7 @@ def resolve_arithmetic(
 
     wanted = dict(assumptions or {})
     _check_assumptions(wanted)
-    listed: list[Assumption] = []
-    sources: dict[str, tuple[str, ...]] = {}
-
-    used: set[str] = set()
-
-    def settle(key: str, leaf: Leaf, default: str, why: str) -> str:
-        """The user's choice, else the stated fact, else the default as an assumption."""
-        used.add(key)
-        if key in wanted:
-            stated = f"; the profile states {leaf.value}" if decides(leaf, profile) else ""
-            listed.append(Assumption(key, wanted[key], f"set by the user{stated}"))
-            return wanted[key]
-        if decides(leaf, profile):
-            sources[key] = leaf.sources
-            return str(leaf.value)
-        if leaf.value is Absent.NOT_APPLICABLE:  # the question does not arise there: the method decides
-            sources[key] = leaf.sources
-            return default
-        listed.append(Assumption(key, default, _why_open(leaf, why)))
-        return default
-
+    settle = _Settling(profile, wanted)
     activation = RNE_SATURATE
     rule = "rceil"
     if scheme.activation is not None:
@@ -157,9 +195,9 @@ def resolve_arithmetic(
             )
             rule = settle("scale.rule", scale.dynamic_rule, own, _scale_reason(scale.dynamic_rules, own))
     accumulator = _accumulator(profile, scheme, settle)
-    for key in sorted(set(wanted) - used):
+    for key in sorted(set(wanted) - settle.used):
         raise UserError(
-            f"assumption {key}: {scheme.name} has no such step; it takes {', '.join(sorted(used))}"
+            f"assumption {key}: {scheme.name} has no such step; it takes {', '.join(sorted(settle.used))}"
         )
     return Arithmetic(
         profile.name,
@@ -169,13 +207,13 @@ def resolve_arithmetic(
         accumulator,
         ScaleRule(rule),
         _static_format(profile),
-        tuple(listed),
-        sources,
+        tuple(settle.listed),
+        settle.sources,
         _path(profile, scheme),
     )
 
 
-def _activation_cast(cast: Cast, target: str, settle: Settle) -> CastRule:
+def _activation_cast(cast: Cast, target: str, settle: _Settling) -> CastRule:
     rounding = settle("cast.rounding", cast.rounding, "rne", "nearest-even is what most casts default to")
     overflow = settle("cast.overflow", cast.overflow, "saturate", _overflow_reason(cast.overflow_modes))
     if target.startswith("int"):  # no subnormals and no NaN to have
@@ -198,23 +236,77 @@ def _path(profile: ChipProfile, scheme: Scheme) -> tuple[str, ...]:
     return () if isinstance(steps, Absent) or not decides(direct, profile) else steps
 
 
-def _accumulator(profile: ChipProfile, scheme: Scheme, settle: Settle) -> Accumulator:
+def _accumulator(profile: ChipProfile, scheme: Scheme, settle: _Settling) -> Accumulator:
     facts, integer = _matmul(profile, scheme)
     default = "int32" if integer else "fp32"
     stored = settle("accumulator.format", facts.accumulator, default, "the usual width for such operands")
-    bits: str = EXACT
-    if not integer:  # integers add exactly
-        why = "the width inside the matrix unit is not published; sums are computed in float32"
-        bits = settle("accumulator.fraction_bits", facts.fraction_bits, EXACT, why)
+    if integer:  # integers add exactly
+        return Accumulator(
+            stored,
+            None,
+            _integer(facts.products_per_step, profile),
+            _rounding(facts.alignment_rounding, Rounding.RTZ, profile),
+            _rounding(facts.final_rounding, Rounding.RNE, profile),
+            _integer(facts.output_mantissa_bits, profile),
+            _integer(facts.promotion_interval, profile),
+        )
+    why = "the width inside the matrix unit is not published; sums are computed in float32"
+    text = settle("accumulator.fraction_bits", facts.fraction_bits, EXACT, why)
+    bits = None if text == EXACT else int(text)
+    kept = "10" if stored == "fp16" else str(FLOAT32_BITS)
+    mantissa = settle.if_needed(
+        is_narrow(stored, bits, None),
+        *("accumulator.output_mantissa_bits", facts.output_mantissa_bits, kept),
+        f"all that an {stored} register holds",
+    )
+    kept_bits = None if mantissa is None else int(mantissa)
+    narrow = is_narrow(stored, bits, kept_bits)
+    width = 16 if scheme.activation is None else scheme.activation.format.bits
+    products = settle.if_needed(
+        narrow,
+        *("accumulator.products_per_step", facts.products_per_step, str(usual_step(width))),
+        "32 bytes of K in a step, as on most published units",
+    )
+    alignment = settle.if_needed(
+        narrow,
+        *("accumulator.alignment_rounding", facts.alignment_rounding, "rtz"),
+        "most published units drop the bits that alignment shifts out",
+    )
+    final = settle.if_needed(
+        narrow,
+        *("accumulator.final_rounding", facts.final_rounding, "rne"),
+        "a sum is rounded as IEEE 754 has it",
+    )
+    group, why = _promotion(profile, scheme)
+    leaf = facts.promotion_interval
+    default = NEVER if leaf.value is Absent.NOT_APPLICABLE else group
+    interval = settle.if_needed(narrow, "accumulator.promotion_interval", leaf, default, why)
     return Accumulator(
         stored,
-        None if bits == EXACT else int(bits),
-        _integer(facts.products_per_step, profile),
-        _rounding(facts.alignment_rounding, Rounding.RTZ, profile),
-        _rounding(facts.final_rounding, Rounding.RNE, profile),
-        _integer(facts.output_mantissa_bits, profile),
-        _integer(facts.promotion_interval, profile),
+        bits,
+        None if products is None else int(products),
+        Rounding(alignment or Rounding.RTZ),
+        Rounding(final or Rounding.RNE),
+        kept_bits,
+        None if interval is None or interval == NEVER else int(interval),
     )
+
+
+def usual_step(bits: int) -> int:
+    """Products of a step for operands of `bits` bits where nobody states it."""
+    return min(_STEP_BITS // bits, int(_PRODUCTS[-1]))
+
+
+def _promotion(profile: ChipProfile, scheme: Scheme) -> tuple[str, str]:
+    """(products after which a narrow register is most likely emptied into a float32 one, the reason)."""
+    shape = None if scheme.activation is None else scheme.activation.granularity
+    group = shape.cols if shape is not None and shape.kind == "group" else None
+    scaled = profile.capability("e8m0", "scale")
+    if group is None:
+        return NEVER, "one scale serves the whole sum, so nothing makes a kernel leave the register"
+    if decides(scaled, profile) and scaled.value is True:
+        return NEVER, "the unit applies groups' scales itself, so nothing makes a kernel leave the register"
+    return str(group), "the unit does not apply groups' scales, so a sum must leave it with each group"
 
 
 def _matmul(profile: ChipProfile, scheme: Scheme) -> tuple[Matmul, bool]:
@@ -277,9 +369,14 @@ def _check_assumptions(wanted: Mapping[str, str]) -> None:
             raise UserError(f"unknown assumption {key!r}; allowed: {', '.join(ASSUMABLE)} {hint}".rstrip())
         if value not in ASSUMABLE[key]:
             hint = near(value, ASSUMABLE[key])
-            values = (
-                f"exact, 1 .. {_FRACTION_BITS[-1]}"
-                if ASSUMABLE[key] is _FRACTION_BITS
-                else ", ".join(ASSUMABLE[key])
-            )
+            values = _in_words(ASSUMABLE[key])
             raise UserError(f"assumption {key}: found {value!r}; allowed: {values} {hint}".rstrip())
+
+
+def _in_words(values: tuple[str, ...]) -> str:
+    """A list of values, with a run of whole numbers as its ends."""
+    words = [value for value in values if not value.isdigit()]
+    numbers = [value for value in values if value.isdigit()]
+    if len(numbers) > 2 and int(numbers[-1]) - int(numbers[0]) == len(numbers) - 1:
+        numbers = [f"{numbers[0]} .. {numbers[-1]}"]
+    return ", ".join((*words, *numbers))

@@ -31,7 +31,14 @@ _NAMES: dict[str, str] = {
     "accumulator.promotion_interval": "accumulator, promotion",
 }
 # Fields whose effect the engine computes; a change of any other is named but cannot be tried out.
-EMULATED = frozenset(("cast.rounding", "cast.overflow", "cast.subnormals", "cast.nan", "scale.rule"))
+EMULATED = frozenset(
+    (
+        *("cast.rounding", "cast.overflow", "cast.subnormals", "cast.nan", "scale.rule"),
+        *("accumulator.format", "accumulator.fraction_bits", "accumulator.products_per_step"),
+        *("accumulator.alignment_rounding", "accumulator.final_rounding"),
+        *("accumulator.output_mantissa_bits", "accumulator.promotion_interval"),
+    )
+)
 # Only a method with scales fixed before run time ever reads this one.
 WITHOUT_EFFECT_ON_DYNAMIC_SCALES = frozenset(("scale.static_format",))
 

@@ -10,7 +10,7 @@ import torch
 from qwen_quantize.cli.console import Speaker
 from qwen_quantize.cli.session import (
     ChipQuestion,
-    activation_cast,
+    chip_compute,
     chip_of,
     open_reader,
     peak_memory_bytes,
@@ -46,14 +46,14 @@ def run_bench(
     path = path or str(embedded_model_path())
     reader = open_reader(path)
     arithmetic, chip = chip_of(ChipQuestion(None), read_manifest(path))
-    cast = activation_cast(reader, arithmetic)
+    compute = chip_compute(reader, arithmetic)
     config = reader.blueprint.config
     if prompt_tokens + new_tokens > config.max_position:
         raise UserError(
             f"{prompt_tokens} + {new_tokens} tokens are more than this model's context of {config.max_position}"
         )
     bandwidth = measured_read_bandwidth()
-    model = load_model(reader, cast)
+    model = load_model(reader, compute)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(config.vocab_size, (prompt_tokens,), generator=generator).tolist()
     speed = measure_speed(model, prompt, new_tokens)
@@ -61,7 +61,7 @@ def run_bench(
     bound = bandwidth / (speed.weight_bytes + speed.cache_bytes / 2)
     record = {
         "model": path,
-        "emulated_chip": chip if cast is not None else None,
+        "emulated_chip": chip if compute is not None else None,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "prefill_tokens_per_second": speed.prefill_tokens_per_second,
@@ -100,7 +100,7 @@ def run_generate(path: str, prompt: str, max_new_tokens: int, *, chat: bool, thr
         )
     if not ids:
         raise UserError("the prompt is empty")
-    model = load_model(reader, activation_cast(reader, arithmetic))
+    model = load_model(reader, chip_compute(reader, arithmetic))
     stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     new: list[int] = []
     shown = ""

@@ -8,13 +8,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+
 import qwen_quantize
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic
 from qwen_quantize.chip_profiles.schema import ChipProfile
+from qwen_quantize.cli.attribute import attribution_record
 from qwen_quantize.cli.console import Speaker, StageProgress
 from qwen_quantize.cli.session import (
     ChipQuestion,
-    activation_cast,
+    chip_compute,
     open_reader,
     peak_memory_bytes,
     read_manifest,
@@ -22,7 +25,7 @@ from qwen_quantize.cli.session import (
     resolve_chip,
     use_threads,
 )
-from qwen_quantize.engine.linear import ActivationCast
+from qwen_quantize.engine.linear import ChipCompute
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.errors import UserError
@@ -31,6 +34,7 @@ from qwen_quantize.eval.recording import RecordedRun, RunAbout, check_record_pat
 from qwen_quantize.eval.token_scores import ScoreRecorder
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 from qwen_quantize.pipeline.texts import EvaluationTokens
+from qwen_quantize.report.attribution_tables import attribution_lines, attribution_tables
 from qwen_quantize.report.tables import comparison_lines, comparison_tables
 
 
@@ -49,19 +53,20 @@ class EvalRequest:
     assume: tuple[tuple[str, str], ...]
     with_claims: bool
     record: str | None = None
+    attribute: bool = False
 
 
 def measure(
     reader: ModelReader,
     reference: ModelReader | None,
-    cast: ActivationCast | None,
+    chip: ChipCompute | None,
     windows: EvaluationTokens,
     progress: StageProgress,
     watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Score a model, in lockstep with its reference if there is one; the record that reports are made of."""
     comparison = evaluate(
-        StreamedModel(reader, cast),
+        StreamedModel(reader, chip),
         windows.windows,
         None if reference is None else StreamedModel(reference, None),
         progress,
@@ -108,24 +113,30 @@ def run_eval(request: EvalRequest, *, threads: int | None, as_json: bool, quiet:
     reference = None if path is None else open_reader(path)
     if reference is not None:
         check_comparable(reader, reference)
+    if request.attribute and reference is None:
+        raise UserError("--attribute compares with the unquantized model; name it with --against")
     question = ChipQuestion(request.device, request.versions, request.assume, request.with_claims)
     arithmetic, profile, why = resolve_chip(question, manifest)
     chip = f"{profile.name} ({why})"
-    cast = None if request.weights_only else activation_cast(reader, arithmetic)
+    compute = None if request.weights_only else chip_compute(reader, arithmetic)
     windows, text = read_text(request.text, reader, request.length, request.max_tokens)
     recorder = None if request.record is None else ScoreRecorder()
     with speaker.progress("eval") as progress:
         watch = None if recorder is None else recorder.add
-        record = measure(reader, reference, cast, windows, progress, watch)
+        record = measure(reader, reference, compute, windows, progress, watch)
+    attribution = None
+    if request.attribute and reference is not None:
+        with speaker.progress("attribute") as progress:
+            attribution = attribution_record(reader, reference, compute, windows, progress)
     if recorder is not None and request.record is not None:
-        computed = (arithmetic, profile) if cast is not None else None
+        computed = (arithmetic, profile) if compute is not None else None
         about = _about(request, reader, computed, (text, windows.text_sha256))
         write_run(Path(request.record), RecordedRun(about, recorder.scores(windows.document_ids)))
     record = {
         "model": request.model,
         "against": path,
-        "chip": chip if cast is not None else None,
-        "activation_rounding": cast.rule.rounding.value if cast is not None else None,
+        "chip": chip if compute is not None else None,
+        "activation_rounding": arithmetic.activation_cast.rounding.value if compute is not None else None,
         "text": text,
         **record,
         "seconds": time.perf_counter() - begin,
@@ -134,7 +145,12 @@ def run_eval(request: EvalRequest, *, threads: int | None, as_json: bool, quiet:
     if request.record is not None:
         record["record"] = request.record
     speaker.show(comparison_tables(record), comparison_lines(record))
+    if attribution is not None:
+        record["attribution"] = attribution
+        speaker.show(attribution_tables(attribution), attribution_lines(attribution))
     speaker.result(record)
+    if attribution is not None and not attribution["everything_off_is_the_reference"]:
+        raise typer.Exit(1)
 
 
 def _about(

@@ -127,7 +127,12 @@ def with_validation(plan: Plan, validation: Validation) -> Plan:
     """The plan with the memory of the validation counted; UserError if that is above the ceiling."""
     if not validation.wanted or plan.blueprint is None:
         return plan
-    needed = validation_memory(plan.blueprint, validation.tokens, HEAD_BATCH_BYTES)
+    needed = validation_memory(
+        plan.blueprint,
+        validation.tokens,
+        HEAD_BATCH_BYTES,
+        prepared=plan.arithmetic.accumulator.narrow,
+    )
     ceiling = plan.recipe.max_memory
     if ceiling is not None and needed > ceiling:
         raise UserError(
@@ -148,7 +153,7 @@ def _validate(
     """The engine reads the written bytes back and is compared with the unquantized source."""
     written = ModelReader(open_source(staged.folder.staging))
     with speaker.progress("validate") as progress:
-        return measure(written, reader, staged.plan.activation_cast(), windows, progress)
+        return measure(written, reader, staged.plan.chip_compute(), windows, progress)
 
 
 def check_output(target: Path, inputs: Sequence[str | None]) -> None:

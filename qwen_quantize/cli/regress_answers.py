@@ -10,8 +10,8 @@ from qwen_quantize.chip_profiles.arithmetic import Arithmetic
 from qwen_quantize.chip_profiles.difference import EMULATED, Difference
 from qwen_quantize.cli.console import Speaker, StageProgress
 from qwen_quantize.cli.regress_sides import Side, arithmetic_of
-from qwen_quantize.cli.session import activation_cast, read_text
-from qwen_quantize.engine.linear import ActivationCast
+from qwen_quantize.cli.session import chip_compute, read_text
+from qwen_quantize.engine.linear import ChipCompute
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.errors import UserError
@@ -91,18 +91,18 @@ def _same(first: TokenScores, second: TokenScores) -> bool:
     )
 
 
-def chip_cast(reader: ModelReader, arithmetic: Arithmetic) -> ActivationCast:
+def chip_cast(reader: ModelReader, arithmetic: Arithmetic) -> ChipCompute:
     """The cast of the model's activations; UserError where there is none, or none that repeats."""
     rounding = arithmetic.activation_cast.rounding
     if rounding in _NOT_REPEATABLE:
         raise UserError(f"a cast that rounds {rounding} is not emulated here; compare recorded runs instead")
-    cast = activation_cast(reader, arithmetic)
-    if cast is None:
+    chip = chip_compute(reader, arithmetic)
+    if chip is None:
         raise UserError(
             f"{reader.source.path} has no FP8 block weights, so no cast of a chip touches its activations; "
             "quantize it first"
         )
-    return cast
+    return chip
 
 
 def text_windows(
@@ -125,9 +125,9 @@ def text_windows(
 
 
 def run_scores(
-    reader: ModelReader, cast: ActivationCast | None, windows: EvaluationTokens, progress: StageProgress
+    reader: ModelReader, chip: ChipCompute | None, windows: EvaluationTokens, progress: StageProgress
 ) -> TokenScores:
     """What the model says of every token under a cast of its activations."""
     recorder = ScoreRecorder()
-    evaluate(StreamedModel(reader, cast), windows.windows, None, progress, recorder.add)
+    evaluate(StreamedModel(reader, chip), windows.windows, None, progress, recorder.add)
     return recorder.scores(windows.document_ids)

@@ -15,12 +15,15 @@ from qwen_quantize.checkpoint.layouts import BlockFp8Config
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, resolve_arithmetic
 from qwen_quantize.chip_profiles.devices import resolve_device
+from qwen_quantize.chip_profiles.dot_unit import dot_unit_of
 from qwen_quantize.chip_profiles.schema import ChipProfile
 from qwen_quantize.embedded import heldout_text_path
-from qwen_quantize.engine.linear import ActivationCast
+from qwen_quantize.engine.linear import ActivationCast, ChipCompute
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import SCHEMES
+from qwen_quantize.formats.spec import TableFormat
+from qwen_quantize.formats.tables import E4M3FN
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 from qwen_quantize.pipeline.run import check_token_ids, source_tokenizer
 from qwen_quantize.pipeline.texts import EvaluationTokens, evaluation_windows, load_documents
@@ -125,6 +128,15 @@ def activation_cast(reader: ModelReader, arithmetic: Arithmetic) -> ActivationCa
         arithmetic.activation_scale_rule,
         quantization.block[1],
     )
+
+
+def chip_compute(reader: ModelReader, arithmetic: Arithmetic) -> ChipCompute | None:
+    """How the chip runs the linears of a model in block FP8; None for any other model."""
+    cast = activation_cast(reader, arithmetic)
+    if cast is None:
+        return None
+    assert not isinstance(cast.format, TableFormat)
+    return ChipCompute(cast, dot_unit_of(arithmetic, E4M3FN, cast.format, cast.group_size))
 
 
 def open_reader(path: str) -> ModelReader:

@@ -15,9 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from qwen_quantize.formats.cast_rule import CastRule
+from qwen_quantize.formats.dot import emulated_matmul, prepare_right
+from qwen_quantize.formats.dot_operands import RightOperand
+from qwen_quantize.formats.dot_record import DotUnit
 from qwen_quantize.formats.groups import fake_quantize_groups
 from qwen_quantize.formats.scales import ScaleRule
 from qwen_quantize.formats.spec import Format
+from qwen_quantize.formats.unrounded_scales import fake_quantize_unrounded
 
 
 class LinearGroup(Protocol):
@@ -33,18 +37,39 @@ class LinearGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ActivationCast:
-    """The dynamic cast of a linear's input: per token, in groups of `group_size` along the features."""
+    """The dynamic cast of a linear's input: per token, in groups of `group_size` along the features.
+
+    unrounded_scales: as if scales were float32 instead of powers of two; `scale_rule` does not count then.
+    """
 
     format: Format
     rule: CastRule
     scale_rule: ScaleRule
     group_size: int
+    unrounded_scales: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., K] float32 -> the same shape: the values that the matrix unit sees, times their scales."""
         flat = x.reshape(-1, x.shape[-1])
+        if self.unrounded_scales:
+            return fake_quantize_unrounded(flat, self.format, self.rule, self.group_size).view(x.shape)
         cast = fake_quantize_groups(flat, self.format, self.rule, self.scale_rule, self.group_size)
         return cast.reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ChipCompute:
+    """What a chip makes of quantized linears: the cast of their input, and the unit that adds the products.
+
+    cast None: the input stays as it is. unit None: sums are float32.
+    """
+
+    cast: ActivationCast | None
+    unit: DotUnit | None = None
+
+    @property
+    def changes_nothing(self) -> bool:
+        return self.cast is None and self.unit is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +124,34 @@ class WatchedGroup:
 class EmulatedGroup:
     """Quantized linears as the chip runs them: activations cast, then multiplied with the decoded weights.
 
-    The products of two FP8 values are exact in float32; the sum is float32 (chips with a narrower
-    accumulator need more than this type).
+    `right` are the weights as the chip's matrix unit reads them, prepared once; None where sums are float32. Both
+    operands come times their scales; dot_unit.py says why that gives the unit's bits. A bias is added in float32.
     """
 
     inner: PlainGroup
-    cast: ActivationCast
+    cast: ActivationCast | None
+    right: RightOperand | None
 
     @property
     def nbytes(self) -> int:
         return self.inner.nbytes
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.inner(self.cast(x))
+        if self.cast is not None:
+            x = self.cast(x)
+        if self.right is None:
+            return self.inner(x)
+        flat = x.reshape(-1, x.shape[-1])
+        product = emulated_matmul(flat, self.right, self.right.unit)
+        if self.inner.bias is not None:
+            product += self.inner.bias
+        return torch.split(product.view(*x.shape[:-1], -1), list(self.inner.sizes), dim=-1)
+
+
+def emulated(inner: PlainGroup, chip: ChipCompute) -> EmulatedGroup:
+    """The group as `chip` runs it. ValueError for weights that its unit has no operands for."""
+    right = None if chip.unit is None else prepare_right(inner.weight, chip.unit)
+    return EmulatedGroup(inner, chip.cast, right)
 
 
 @dataclass(frozen=True, slots=True)

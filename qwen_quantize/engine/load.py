@@ -12,11 +12,11 @@ from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.engine.layer import Layer, ResidentExperts
 from qwen_quantize.engine.linear import (
-    ActivationCast,
-    EmulatedGroup,
+    ChipCompute,
     LinearGroup,
     MixedGroup,
     PlainGroup,
+    emulated,
     fuse,
 )
 from qwen_quantize.engine.model import Model
@@ -27,10 +27,15 @@ from qwen_quantize.models.lookup import require_blueprint
 
 
 class ModelReader:
-    """Reads a model's tensors as float32, decoding quantized linears; keeps none of them."""
+    """Reads a model's tensors as float32, decoding quantized linears; keeps none of them.
 
-    def __init__(self, source: CheckpointSource) -> None:
+    quantized_as: another copy of the model, whose quantized linears count as quantized here: so that a chip can
+    compute with the weights as they were. None: its own.
+    """
+
+    def __init__(self, source: CheckpointSource, quantized_as: ModelReader | None = None) -> None:
         self.source = source
+        self._quantized_as = quantized_as
         self.names = frozenset(source.names())
         self.blueprint: Blueprint = require_blueprint(source.config)
         self.linears = LinearReader(source)
@@ -47,6 +52,9 @@ class ModelReader:
         return self.read(name) + offset if offset else self.read(name)
 
     def is_quantized(self, module: str) -> bool:
+        """Whether a chip computes with this linear in low precision."""
+        if self._quantized_as is not None:
+            return self._quantized_as.is_quantized(module)
         return self.linears.is_quantized(module)
 
     def read_linear(self, module: str) -> Tensor:
@@ -57,31 +65,33 @@ class ModelReader:
         self,
         layer: int,
         sites: tuple[LinearSite, ...],
-        cast: ActivationCast | None,
+        chip: ChipCompute | None,
         expert: int | None = None,
     ) -> LinearGroup:
-        """The linears of one stream; quantized ones compute as the chip does when `cast` is given."""
+        """The linears of one stream; quantized ones compute as the chip does when `chip` is given."""
         names = [self.blueprint.module_name(layer, site, expert) for site in sites]
         weights = [self.read_linear(name) for name in names]
         biases = [
             self.read(name + ".bias") if self.blueprint.has_bias(site) else None
             for name, site in zip(names, sites, strict=True)
         ]
-        quantized = [cast is not None and self.is_quantized(name) for name in names]
-        if cast is None or not any(quantized):
+        if chip is None or chip.changes_nothing:
+            return fuse(weights, biases)
+        quantized = [self.is_quantized(name) for name in names]
+        if not any(quantized):
             return fuse(weights, biases)
         if all(quantized):
-            return EmulatedGroup(fuse(weights, biases), cast)
+            return emulated(fuse(weights, biases), chip)
         parts: list[LinearGroup] = []
         for weight, bias, emulate in zip(weights, biases, quantized, strict=True):
             plain = fuse([weight], [bias])
-            parts.append(EmulatedGroup(plain, cast) if emulate else plain)
+            parts.append(emulated(plain, chip) if emulate else plain)
         return MixedGroup(tuple(parts))
 
-    def read_half(self, layer: int, half: Half, cast: ActivationCast | None = None) -> Layer:
+    def read_half(self, layer: int, half: Half, chip: ChipCompute | None = None) -> Layer:
         """Half of a layer, with that half's linears and tensors only; routed experts are read when asked for."""
         groups = {
-            stream: self.read_group(layer, sites, cast)
+            stream: self.read_group(layer, sites, chip)
             for stream, sites in self.blueprint.streams(layer, half).items()
         }
         tensors = {
@@ -89,22 +99,22 @@ class ModelReader:
             for suffix in self.blueprint.layer_tensors(layer, half)
         }
         sparse = half is Half.MLP and self.blueprint.num_experts(layer) > 0
-        experts = partial(self.read_expert, layer, cast=cast) if sparse else None
+        experts = partial(self.read_expert, layer, chip=chip) if sparse else None
         return Layer(groups, tensors, experts)
 
     def read_expert(
-        self, layer: int, expert: int, cast: ActivationCast | None = None
+        self, layer: int, expert: int, chip: ChipCompute | None = None
     ) -> dict[Stream, LinearGroup]:
         """The linears of one routed expert, read from disk now."""
         return {
-            stream: self.read_group(layer, sites, cast, expert)
+            stream: self.read_group(layer, sites, chip, expert)
             for stream, sites in self.blueprint.expert_streams(layer).items()
         }
 
-    def read_layer(self, layer: int, cast: ActivationCast | None = None, resident: bool = False) -> Layer:
+    def read_layer(self, layer: int, chip: ChipCompute | None = None, resident: bool = False) -> Layer:
         """A whole layer; its routed experts are read when asked for, or now and kept if `resident`."""
-        attention = self.read_half(layer, Half.ATTENTION, cast)
-        mlp = self.read_half(layer, Half.MLP, cast)
+        attention = self.read_half(layer, Half.ATTENTION, chip)
+        mlp = self.read_half(layer, Half.MLP, chip)
         experts = mlp.experts
         if resident and experts is not None:
             count = self.blueprint.num_experts(layer)
@@ -125,28 +135,30 @@ class ModelReader:
         rows = torch.cat([self.source.read_rows(name, row, row + 1).float() for row in ids.tolist()])
         return rows[place]
 
-    def read_head(self, cast: ActivationCast | None = None) -> tuple[Tensor, LinearGroup]:
+    def read_head(self, chip: ChipCompute | None = None) -> tuple[Tensor, LinearGroup]:
         """(final norm [hidden] float32, the head as a group of one); a tied head is the embedding."""
         family, cap = self.blueprint.family, self.blueprint.config.logit_cap
         norm = self._read_norm(family.final_norm, family.final_norm)
-        head = self._read_head_linear(cast)
+        head = self._read_head_linear(chip)
         return norm, head if cap is None else CappedGroup(head, cap)
 
-    def _read_head_linear(self, cast: ActivationCast | None) -> LinearGroup:
+    def _read_head_linear(self, chip: ChipCompute | None) -> LinearGroup:
         family = self.blueprint.family
         if self.blueprint.config.tie_word_embeddings:
             return fuse([self.read(family.embedding)], [None])
         module = family.head.removesuffix(".weight")
         plain = fuse([self.read_linear(module)], [None])
-        return EmulatedGroup(plain, cast) if cast is not None and self.is_quantized(module) else plain
+        if chip is None or chip.changes_nothing or not self.is_quantized(module):
+            return plain
+        return emulated(plain, chip)
 
 
-def load_model(reader: ModelReader, cast: ActivationCast | None = None) -> Model:
+def load_model(reader: ModelReader, chip: ChipCompute | None = None) -> Model:
     """The whole model in memory as float32, with all its experts."""
     layers = tuple(
-        reader.read_layer(index, cast, resident=True) for index in range(reader.blueprint.num_layers)
+        reader.read_layer(index, chip, resident=True) for index in range(reader.blueprint.num_layers)
     )
-    final_norm, head = reader.read_head(cast)
+    final_norm, head = reader.read_head(chip)
     if reader.blueprint.config.tie_word_embeddings:
         plain = head.inner if isinstance(head, CappedGroup) else head
         assert isinstance(plain, PlainGroup)

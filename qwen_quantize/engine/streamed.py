@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from qwen_quantize.engine.experts import Routing, route, run_experts, shared_expert
 from qwen_quantize.engine.layer import Layer, rms_norm
-from qwen_quantize.engine.linear import ActivationCast, LinearGroup
+from qwen_quantize.engine.linear import ChipCompute, LinearGroup
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.model import mlp_input, run_attention, run_layer
 from qwen_quantize.models.blueprint import Stream
@@ -23,15 +23,15 @@ _TOKENS_PER_BATCH = 4096
 
 
 class StreamedModel:
-    """Holds at most one open layer or the head. `cast` makes quantized linears compute as the chip does.
+    """Holds at most one open layer or the head. `chip` makes quantized linears compute as the chip does.
 
     last_routing: the experts that the open layer's last run chose, [tokens, k] int64, sorted in each row;
     None before it ran, and for a dense layer.
     """
 
-    def __init__(self, reader: ModelReader, cast: ActivationCast | None = None) -> None:
+    def __init__(self, reader: ModelReader, chip: ChipCompute | None = None) -> None:
         self.reader = reader
-        self.cast = cast
+        self.chip = chip
         self.last_routing: Tensor | None = None
         self._layer: Layer | None = None
         self._index = -1
@@ -51,7 +51,7 @@ class StreamedModel:
     def open_layer(self, index: int) -> None:
         self._layer = None  # freed before the next one is read
         self.last_routing = None
-        self._layer = self.reader.read_layer(index, self.cast)
+        self._layer = self.reader.read_layer(index, self.chip)
         self._index = index
 
     def run_layer(self, hidden: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class StreamedModel:
     def open_head(self) -> None:
         self._layer = None
         self.last_routing = None
-        self._head = self.reader.read_head(self.cast)
+        self._head = self.reader.read_head(self.chip)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         if self._head is None:

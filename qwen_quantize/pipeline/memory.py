@@ -14,6 +14,7 @@ _PIECES = 400_000_000  # what conversion without data holds at most: a few piece
 _BATCH_TOKENS = 4096
 _STRIP_VALUES = 1 << 24  # of a weight that a solver works on at a time
 _RANGE_STEP = 128
+_PREPARED = 6  # bytes for each weight that a narrow matrix unit reads, beside its float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,19 @@ def moment_ranges(features: int, most: int | None) -> tuple[int, ...]:
     return (*[size] * ((features - 1) // size), features - size * ((features - 1) // size))
 
 
-def half_memory(blueprint: Blueprint, layer: int, half: Half, most_features: int | None) -> int:
-    """Bytes of half a layer while it is solved: weights, second moments, one factorization, one solution."""
+def half_memory(
+    blueprint: Blueprint, layer: int, half: Half, most_features: int | None, *, prepared: bool = False
+) -> int:
+    """Bytes of half a layer while it is solved: weights, second moments, one factorization, one solution.
+
+    prepared: the quantized weights are also held as a narrow matrix unit reads them.
+    """
     shapes = [blueprint.linear_shape(site, layer) for site in blueprint.sites(layer, half)]
     expert = [blueprint.linear_shape(site, layer) for site in blueprint.expert_sites(layer)]
     if half is Half.ATTENTION:
         expert = []
-    held = sum(4 * rows * columns for rows, columns in (*shapes, *expert))
+    each = 4 + (_PREPARED if prepared else 0)
+    held = sum(each * rows * columns for rows, columns in (*shapes, *expert))
     groups = [
         *blueprint.streams(layer, half).values(),
         *(blueprint.expert_streams(layer).values() if expert else ()),
@@ -62,11 +69,16 @@ def half_memory(blueprint: Blueprint, layer: int, half: Half, most_features: int
     return held + copied + moments + 8 * widest**2 + max(factors, strips)
 
 
-def validation_memory(blueprint: Blueprint, tokens: int, head_batch_bytes: int) -> int:
+def validation_memory(
+    blueprint: Blueprint, tokens: int, head_batch_bytes: int, *, prepared: bool = False
+) -> int:
     """Expected peak of comparing two models in lockstep: a layer and a head of each, all states."""
     config = blueprint.config
     layers = max(
-        2 * sum(4 * rows * columns for rows, columns in _opened(blueprint, layer))
+        sum(
+            (8 + (_PREPARED if prepared else 0)) * rows * columns
+            for rows, columns in _opened(blueprint, layer)
+        )
         for layer in _kinds(blueprint)
     )
     heads = (2 * 4 + 2) * config.vocab_size * config.hidden_size
@@ -88,7 +100,9 @@ def _kinds(blueprint: Blueprint) -> list[int]:
     return list(found.values())
 
 
-def plan_memory(recipe: Recipe, blueprint: Blueprint | None, largest: int) -> MemoryPlan:
+def plan_memory(
+    recipe: Recipe, blueprint: Blueprint | None, largest: int, *, prepared: bool = False
+) -> MemoryPlan:
     """Choose batch and ranges; UserError for a ceiling that nothing fits under. largest: values of a tensor."""
     streaming = min(_PIECES, 12 * 4 * largest)
     if recipe.dataset is None or blueprint is None:
@@ -109,7 +123,9 @@ def plan_memory(recipe: Recipe, blueprint: Blueprint | None, largest: int) -> Me
     widest = max(columns for layer in kinds for _, columns in _opened(blueprint, layer))
 
     def fixed(most: int | None) -> int:
-        solving = max(half_memory(blueprint, layer, half, most) for layer in kinds for half in Half)
+        solving = max(
+            half_memory(blueprint, layer, half, most, prepared=prepared) for layer in kinds for half in Half
+        )
         return BASE + max(solving, streaming)
 
     if recipe.max_memory is None:

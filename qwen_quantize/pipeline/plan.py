@@ -14,10 +14,12 @@ from qwen_quantize.checkpoint.stored_linears import LinearReader, StoredKind
 from qwen_quantize.checkpoint.writer import OutputTensor
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, resolve_arithmetic
 from qwen_quantize.chip_profiles.devices import Resolution, resolve_device
+from qwen_quantize.chip_profiles.dot_unit import dot_unit_of
 from qwen_quantize.chip_profiles.legality import Legality
-from qwen_quantize.engine.linear import ActivationCast
+from qwen_quantize.engine.linear import ActivationCast, ChipCompute
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
+from qwen_quantize.formats.spec import TableFormat
 from qwen_quantize.models.blueprint import Blueprint
 from qwen_quantize.models.by_name import linear_modules_by_name
 from qwen_quantize.models.config_values import shown
@@ -66,6 +68,14 @@ class Plan:
             self.block[1],
         )
 
+    def chip_compute(self) -> ChipCompute:
+        """How this chip runs a quantized linear: that cast, and its matrix unit where sums are narrow."""
+        cast = self.activation_cast()
+        weight, activation = self.scheme.weight.format, cast.format
+        assert not isinstance(weight, TableFormat)
+        assert not isinstance(activation, TableFormat)
+        return ChipCompute(cast, dot_unit_of(self.arithmetic, weight, activation, self.block[1]))
+
 
 def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
     """Decide everything; raises UserError for what cannot be done."""
@@ -107,7 +117,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         hidden = 2 * 4 * recipe.samples * recipe.length * blueprint.config.hidden_size
     loss = linears.loss_warning
     largest = max(math.prod(output.shape) for tensor in tensors for output in tensor.outputs)
-    memory = plan_memory(recipe, blueprint, largest)
+    memory = plan_memory(recipe, blueprint, largest, prepared=arithmetic.accumulator.narrow)
     return Plan(
         recipe=recipe,
         resolution=resolution,

@@ -16,7 +16,7 @@ from qwen_quantize.calibrators.hessian import factorize_statistics
 from qwen_quantize.calibrators.observers import InputStatistics
 from qwen_quantize.calibrators.problem import HessianFactor, LayerProblem, LayerSolution
 from qwen_quantize.checkpoint.writer import OutputFolder
-from qwen_quantize.engine.linear import EmulatedGroup, LinearGroup, PlainGroup
+from qwen_quantize.engine.linear import LinearGroup, PlainGroup, emulated
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.block_kernels import dequantize_blocks
@@ -64,7 +64,7 @@ def quantized_group(plan: Plan, plain: PlainGroup, solutions: Sequence[LayerSolu
         for s in solutions
     ]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    return EmulatedGroup(PlainGroup(weight, plain.bias, plain.sizes), plan.activation_cast())
+    return emulated(PlainGroup(weight, plain.bias, plain.sizes), plan.chip_compute())
 
 
 def written_group(plan: Plan, folder: OutputFolder, modules: Sequence[str], plain: PlainGroup) -> LinearGroup:
@@ -79,7 +79,7 @@ def written_group(plan: Plan, folder: OutputFolder, modules: Sequence[str], plai
         for module in modules
     ]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    return EmulatedGroup(PlainGroup(weight, plain.bias, plain.sizes), plan.activation_cast())
+    return emulated(PlainGroup(weight, plain.bias, plain.sizes), plan.chip_compute())
 
 
 def write_linear(plan: Plan, folder: OutputFolder, module: str, solution: LayerSolution) -> LinearRecord:

@@ -160,7 +160,15 @@ def test_assumptions_can_be_set_and_are_listed() -> None:
     plain = resolve_arithmetic(load_profile("ascend-950"), UE8M0)
     arithmetic = resolve_arithmetic(load_profile("ascend-950"), UE8M0, wanted)
     assert {a.field: a.assumed for a in arithmetic.assumptions if a.field in wanted} == wanted
-    assert arithmetic.fields() == {**plain.fields(), **wanted}
+    # A sum that is narrow needs all its details, so that they are assumed too, and said.
+    details = {"accumulator.output_mantissa_bits": "10", "accumulator.products_per_step": "32"}
+    assert arithmetic.fields() == {**plain.fields(), **wanted, **details}
+    assert {a.field for a in arithmetic.assumptions} - {a.field for a in plain.assumptions} - set(wanted) == {
+        *details,
+        "accumulator.alignment_rounding",
+        "accumulator.final_rounding",
+        "accumulator.promotion_interval",
+    }
     assert arithmetic.accumulator.fraction_bits == 13
     (rounding,) = (a for a in arithmetic.assumptions if a.field == "cast.rounding")
     assert "the profile states rne" in rounding.why  # a stated fact that the user overrules is said

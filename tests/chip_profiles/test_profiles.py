@@ -72,7 +72,10 @@ def test_a_memory_value_becomes_an_assumption() -> None:
     leaf = profile.arithmetic.matmul["e4m3fn*e4m3fn"].promotion_interval
     assert leaf.value == 128
     assert leaf.confidence is Confidence.PRESS
-    assert resolve_arithmetic(profile, SCHEMES["ue8m0"]).accumulator.promotion_interval is None
+    arithmetic = resolve_arithmetic(profile, SCHEMES["fp8"])
+    assert arithmetic.accumulator.promotion_interval is None
+    (assumed,) = (a for a in arithmetic.assumptions if a.field == "accumulator.promotion_interval")
+    assert "only press evidence says 128" in assumed.why
 
 
 def test_claims_count_only_when_asked_for() -> None:

@@ -17,6 +17,7 @@ from qwen_quantize.engine.experts import Routing, route, run_expert, run_experts
 from qwen_quantize.engine.layer import Layer, ResidentExperts
 from qwen_quantize.engine.linear import (
     ActivationCast,
+    ChipCompute,
     EmulatedGroup,
     LinearGroup,
     MixedGroup,
@@ -139,7 +140,7 @@ def store_as_block_fp8(folder: Path, kept: tuple[str, ...] = ()) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-CAST = ActivationCast(E4M3FN, RNE_SATURATE, ScaleRule.RCEIL, 32)
+CAST = ChipCompute(ActivationCast(E4M3FN, RNE_SATURATE, ScaleRule.RCEIL, 32))
 
 
 def test_casts_reach_latents_and_experts_and_spare_the_router(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_the_next_layer_sees_the_quantized_one(
     tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states that the last layer reads are those of the written model, chip's casts included."""
-    from qwen_quantize.cli.session import ChipQuestion, activation_cast, chip_of
+    from qwen_quantize.cli.session import ChipQuestion, chip_compute, chip_of
     from qwen_quantize.engine.model import run_layer
     from qwen_quantize.pipeline.hidden import HiddenStates
 
@@ -96,7 +96,7 @@ def test_the_next_layer_sees_the_quantized_one(
     run("--model-path", model, "--output-path", out, "--no-validate", *texts)
     reader = ModelReader(open_source(out))
     arithmetic, _ = chip_of(ChipQuestion("example", (("firmware", "1.2"),)), None)
-    written = load_model(reader, activation_cast(reader, arithmetic))
+    written = load_model(reader, chip_compute(reader, arithmetic))
     hidden = kept[0]
     for index in range(2):
         hidden = run_layer(hidden, written.layers[index], index, written.blueprint, written.rotary)
