@@ -4,9 +4,10 @@
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end generated -->`. NAME is `chips` (from
 the chip profiles), `families` (from the records of model families), `methods` (from the calibrators), `measured`
-(from benchmarks/results/real_model.json, where it exists) or `measured-moe` (from those of r1_layer.json,
-layers.json, expert_policies.json and embedded_moe.json that exist in the same folder). The first three hold what
-the benchmarks of these names print with --json, r1_layer.json one run or a list of runs; embedded_moe.json holds
+(from benchmarks/results/real_model.json, where it exists), `measured-moe` (from those of r1_layer.json,
+layers.json, expert_policies.json and embedded_moe.json that exist in the same folder), `firmware-story` (from
+firmware_story.json there) or `gate` (from gate_errors.json there). All but the first and embedded_moe.json hold
+what the benchmarks of these names print with --json, r1_layer.json one run or a list of runs; embedded_moe.json holds
 what `qwen_quantize eval --json` prints. Words are in readme_words.toml. With --check nothing is written; the exit
 code is 1 when a part is stale.
 """
@@ -203,16 +204,18 @@ def _measured_row(row: Mapping[str, Any]) -> list[str]:
 
 def measured_moe(say: Language, folder: Path = RESULTS.parent) -> str:
     """A table for each file of results about mixtures of experts that is in the folder."""
-    parts = []
-    for name, table in _MOE_TABLES.items():
-        path = folder / f"{name}.json"
-        if not path.is_file():
-            continue
-        try:
-            parts.append(table(say, json.loads(path.read_text(encoding="utf-8"))))
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise ReadmeError(f"{path}: not what makes it, see the top of this tool ({error!r})") from error
-    return "\n".join(parts) if parts else say("no_moe_results") + "\n"
+    parts = [_shown(say, folder / f"{name}.json", table) for name, table in _MOE_TABLES.items()]
+    return "\n".join(part for part in parts if part) or say("no_moe_results") + "\n"
+
+
+def _shown(say: Language, path: Path, part: Callable[[Language, Any], str]) -> str:
+    """What `part` makes of the file, nothing where there is none."""
+    if not path.is_file():
+        return ""
+    try:
+        return part(say, json.loads(path.read_text(encoding="utf-8")))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ReadmeError(f"{path}: not what makes it, see the top of this tool ({error!r})") from error
 
 
 def _r1_layer(say: Language, found: Any) -> str:
@@ -275,6 +278,57 @@ def _embedded_moe(say: Language, found: Any) -> str:
     return f"{say('embedded_moe').format(tokens=format(found['tokens'], ','))}\n\n{table}"
 
 
+def firmware_story(say: Language, folder: Path = RESULTS.parent) -> str:
+    """A model before and after a firmware, and calibrated again; benchmarks/firmware_story.py measures it."""
+    return _shown(say, folder / "firmware_story.json", _firmware_story) or say("no_firmware_story") + "\n"
+
+
+def gate(say: Language, folder: Path = RESULTS.parent) -> str:
+    """How often the gate of `regress` errs; benchmarks/gate_errors.py measures it."""
+    return _shown(say, folder / "gate_errors.json", _gate) or say("no_gate") + "\n"
+
+
+def _firmware_story(say: Language, found: Any) -> str:
+    words = say("firmware_story").format(
+        model=found["model"],
+        before=found["before"],
+        after=found["after"],
+        tokens=f"{found['tokens']:,}",
+        changed=", ".join(f"`{change['text']}`" for change in found["changed"]),
+        verdict=found["verdict"],
+    )
+    if not found["rows"]:  # nothing was lost, so nothing was calibrated again
+        return f"{words}\n"
+    head = [say(w) for w in ("calibrated for", "run on", "perplexity", "KL (nats)", "KL, 99 of 100 tokens")]
+    rows = [[say("unquantized"), "", f"{found['unquantized_perplexity']:.3f}", "", ""]]
+    old, new = (f"`{found[name]}`" for name in ("before", "after"))
+    for name, chips in {"before": (old, old), "after": (old, new), "recalibrated": (new, new)}.items():
+        row = found["rows"][name]
+        rows.append([*chips, f"{row['perplexity']:.3f}", f"{row['kl_mean']:.5f}", f"{row['kl_p99']:.3f}"])
+    share = found["recovered_fraction"]
+    if share is not None:
+        words += say("recovered").format(share=f"{100 * share:.0f} %")
+    return f"{words}\n\n{_table(head, rows)}"
+
+
+def _gate(say: Language, found: Any) -> str:
+    losses = [(0.0, False), (0.005, False), (0.01, False), (0.01, True)]
+    found_words = ("found", "found, twice the margin", "found, concentrated")
+    head = [say(w) for w in ("differences", "tokens", "false alarms", *found_words)]
+    rates: dict[tuple[str, int], dict[tuple[float, bool], float]] = {}
+    for row in found["rows"]:
+        key = row["differences"], row["tokens"]
+        rates.setdefault(key, {})[row["loss"], row["concentrated"]] = row["alarms"]
+    rows = [
+        [say(kind), f"{tokens:,}", *(f"{100 * of[loss]:.1f} %" for loss in losses)]
+        for (kind, tokens), of in rates.items()
+    ]
+    needed = say("; ").join(f"{say(kind)} {tokens:,}" for kind, tokens in found["tokens_needed"].items())
+    repetitions = sorted({row["repetitions"] for row in found["rows"]})
+    words = say("gate").format(repetitions=" / ".join(map(str, repetitions)), needed=needed)
+    return f"{words}\n\n{_table(head, rows)}"
+
+
 _MOE_TABLES: dict[str, Callable[[Language, Any], str]] = {
     "r1_layer": _r1_layer,
     "layers": _layers,
@@ -288,6 +342,8 @@ PARTS: dict[str, Callable[[Language], str]] = {
     "methods": methods_table,
     "measured": measured_table,
     "measured-moe": measured_moe,
+    "firmware-story": firmware_story,
+    "gate": gate,
 }
 
 

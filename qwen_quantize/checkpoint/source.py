@@ -68,7 +68,8 @@ def open_source(
 
     Only a hub id that is no local path is looked for on the network, and only with `allow_download`. With
     `allow_missing_weights`, a folder whose shards are not all there opens as a `PlannedSource`, which has names
-    and shapes but no data, and from the hub only the small files are fetched. Raises UserError for whatever cannot be opened.
+    and shapes but no data, and from the hub only the small files are fetched. Raises UserError for whatever
+    cannot be opened.
     """
     local = embedded_by_name(str(path)) or Path(path).expanduser()
     if local.is_dir():

@@ -10,6 +10,7 @@ import typer
 import qwen_quantize
 from qwen_quantize.cli.chips import chips_app
 from qwen_quantize.cli.guard import guard
+from qwen_quantize.cli.probe_command import probe_command
 from qwen_quantize.errors import UserError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(chips_app, name="chips", help="What is known of each chip, and from where.")
+app.command("probe")(probe_command)
 
 EXPERT_POLICIES = ("shrink", "forced", "round")
 
@@ -75,7 +77,9 @@ def main_command(
     context: typer.Context,
     model_path: Annotated[
         str | None,
-        typer.Option("--model-path", help="Model folder, GGUF file, hub id, or embedded:moe (default: embedded:dense)."),
+        typer.Option(
+            "--model-path", help="Model folder, GGUF file, hub id, or embedded:moe (default: embedded:dense)."
+        ),
     ] = None,
     output_path: Annotated[
         Path | None, typer.Option("--output-path", help="Folder to make; complete or absent afterwards.")
@@ -245,6 +249,13 @@ def eval_command(
         str | None,
         typer.Option("--record", help="Keep what the model said of every token in this .safetensors file."),
     ] = None,
+    attribute: Annotated[
+        bool,
+        typer.Option(
+            "--attribute",
+            help="Split the loss among weights, activations, scale rounding and the chip's sums.",
+        ),
+    ] = False,
     firmware: Firmware = None,
     driver: Driver = None,
     toolkit: Toolkit = None,
@@ -271,6 +282,7 @@ def eval_command(
                 assume=pairs(assume, "--assume"),
                 with_claims=with_claims,
                 record=record,
+                attribute=attribute,
             ),
             threads=threads,
             as_json=as_json,

@@ -182,8 +182,8 @@ def _notes(before: Side, after: Side, found: Difference) -> list[str]:
     lost = [change.field for change in found.changed if not _emulated(change.field)]
     if lost and not (before.run is not None and after.run is not None):
         notes.append(
-            f"the engine does not emulate {', '.join(lost)}, so its effect on the answers was not computed: level 2 was "
-            "not run for it"
+            f"the engine does not emulate {', '.join(lost)}, so its effect on the answers was not computed: level 2 "
+            "was not run for it"
         )
     return notes
 
