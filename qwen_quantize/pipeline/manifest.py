@@ -35,7 +35,7 @@ def build_manifest(
     notes = list(plan.notes)
     if calibration is not None and calibration.note:
         notes.append(f"calibration text: {calibration.note}")
-    layers, outside = layer_records(journal)
+    layers, outside = layer_records(plan, journal)
     return {
         "tool": {"name": "qwen_quantize", "version": qwen_quantize.__version__},
         "source": {
@@ -104,8 +104,11 @@ def _parameters(plan: Plan) -> int:
     return int(kept)
 
 
-def layer_records(journal: Journal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(a record per layer, the linears outside the layers), whatever unit of work each linear was part of."""
+def layer_records(plan: Plan, journal: Journal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(a record per layer, the linears outside the layers), whatever unit of work each linear was part of.
+
+    Linears stand in the model's order: threads finish them in any, and a resumed run in another.
+    """
     layers: dict[int, dict[str, Any]] = {}
     outside: list[dict[str, Any]] = []
 
@@ -121,4 +124,7 @@ def layer_records(journal: Journal) -> tuple[list[dict[str, Any]], list[dict[str
             entry = layer_record(int(layer_of_unit[1]))
             entry["streams"] += record["streams"]
             entry["experts"] += record.get("experts", ())
+    place = {module: number for number, module in enumerate(plan.selection.quantized)}
+    for linears in (outside, *(entry["linears"] for entry in layers.values())):
+        linears.sort(key=lambda linear: place[linear["name"]])
     return [layers[layer] for layer in sorted(layers)], outside

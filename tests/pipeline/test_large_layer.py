@@ -18,7 +18,7 @@ from benchmarks.r1_layer import make_checkpoint
 from qwen_quantize.cli.main import app
 from tests.cli.test_resume import hashes
 
-EXPERTS = 8
+EXPERTS = 16
 
 
 def command(model: Path, out: Path) -> list[str]:
