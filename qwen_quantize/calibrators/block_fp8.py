@@ -17,7 +17,7 @@ from qwen_quantize.formats.blocks import block_amax, expand_scale
 from qwen_quantize.formats.scales import ScaleRule, scale_exponents
 from qwen_quantize.formats.spec import FloatFormat
 
-_STRIP_VALUES = 1 << 24  # of a weight that are solved together; about six copies of them live at a time
+STRIP_VALUES = 1 << 24  # of a weight that are solved together; about six copies of them live at a time
 
 
 def exact_scale(exponents: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def solve_block_fp8(problem: LayerProblem) -> LayerSolution:
         raise ValueError(f"{problem.scheme.name}: block FP8 needs a float format, not {spec.format.name}")
     total, columns = problem.weight.shape
     rows = spec.granularity.rows
-    step = max(rows, _STRIP_VALUES // columns // rows * rows)
+    step = max(rows, STRIP_VALUES // columns // rows * rows)
     column_weight = _column_weight(problem)
     strips = [
         _solve_strip(problem, problem.weight[first : first + step], column_weight)
@@ -137,6 +137,7 @@ def _solution(problem: LayerProblem, strips: list[_Strip]) -> LayerSolution:
     noise = sum(strip.noise for strip in strips)
     weight_square = sum(strip.weight_square for strip in strips)
     exponents = torch.cat([strip.exponents for strip in strips])
+    granularity = problem.scheme.weight.granularity
     zero = sum(strip.zero_blocks for strip in strips)
     return LayerSolution(
         codes=strips[0].codes if len(strips) == 1 else torch.cat([strip.codes for strip in strips]),
@@ -146,16 +147,18 @@ def _solution(problem: LayerProblem, strips: list[_Strip]) -> LayerSolution:
         weight_sqnr_db=10 * math.log10(weight_square / noise) if noise > 0 < weight_square else math.inf,
         searched_blocks=sum(strip.searched_blocks for strip in strips),
         zero_blocks=zero,
-        partial_blocks=_partial_blocks(problem, exponents.shape[0], exponents.shape[1]),
+        partial_blocks=partial_blocks(
+            (problem.weight.shape[0], problem.weight.shape[1]), (granularity.rows, granularity.cols)
+        ),
         notes=_notes(problem, strips, zero),
     )
 
 
-def _partial_blocks(problem: LayerProblem, grid_rows: int, grid_columns: int) -> int:
-    rows, columns = problem.scheme.weight.granularity.rows, problem.scheme.weight.granularity.cols
-    row_rest, column_rest = problem.weight.shape[0] % rows, problem.weight.shape[1] % columns
-    corner = 1 if row_rest and column_rest else 0  # counted twice otherwise
-    return (grid_columns if row_rest else 0) + (grid_rows if column_rest else 0) - corner
+def partial_blocks(shape: tuple[int, int], block: tuple[int, int]) -> int:
+    """How many blocks of (rows, columns) stand at the edge of a weight [N, K] with less than their size."""
+    down, across = -(-shape[0] // block[0]), -(-shape[1] // block[1])
+    below, right = shape[0] % block[0] != 0, shape[1] % block[1] != 0
+    return across * below + down * right - (below and right)  # the corner is counted twice
 
 
 def _notes(problem: LayerProblem, strips: list[_Strip], zero_blocks: int) -> tuple[str, ...]:

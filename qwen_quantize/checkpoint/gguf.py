@@ -158,6 +158,9 @@ class GgufSource:
             ) from error
         return found
 
+    def read_once(self) -> GgufSource:
+        return self
+
     def side_files(self) -> Mapping[str, bytes | Path]:
         return tokenizer_files(self._header, self.config)
 

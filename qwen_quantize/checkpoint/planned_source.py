@@ -130,6 +130,9 @@ class PlannedSource:
             "the model first"
         )
 
+    def read_once(self) -> PlannedSource:
+        return self
+
     def side_files(self) -> Mapping[str, bytes | Path]:
         return find_side_files(self.path)
 

@@ -52,6 +52,10 @@ class CheckpointSource(Protocol):
         """Rows [start, stop) along the first dimension, a fresh copy; ValueError outside the tensor."""
         ...
 
+    def read_once(self) -> CheckpointSource:
+        """The same checkpoint for a reader that needs each byte once, and so no page cache."""
+        ...
+
     def side_files(self) -> Mapping[str, bytes | Path]:
         """The files beside the weights that serving needs: tokenizer, chat template, generation config."""
         ...

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from qwen_quantize.checkpoint.safetensors_folder import SafetensorsFolder
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.checkpoint.writer import OutputFolder
@@ -48,8 +47,7 @@ def convert_rest(
         count += 1
 
     target = Target(plan.block, plan.arithmetic.weight_cast)
-    once = source.read_once() if isinstance(source, SafetensorsFolder) else source
-    convert_tensors(jobs, LinearReader(once), folder, target, finished, progress, skip=done)
+    convert_tensors(jobs, LinearReader(source.read_once()), folder, target, finished, progress, skip=done)
 
 
 def job_of(tensor: TensorPlan) -> Job:

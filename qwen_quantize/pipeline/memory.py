@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from qwen_quantize.calibrators.block_fp8 import STRIP_VALUES
 from qwen_quantize.errors import UserError
 from qwen_quantize.models.blueprint import Blueprint, Half
 from qwen_quantize.pipeline.recipe import Recipe
@@ -12,7 +13,6 @@ from qwen_quantize.pipeline.recipe import Recipe
 BASE = 350_000_000  # the interpreter with torch and this package, measured and rounded up
 _PIECES = 400_000_000  # what conversion without data holds at most: a few pieces of tensors in each thread
 _BATCH_TOKENS = 4096
-_STRIP_VALUES = 1 << 24  # of a weight that a solver works on at a time
 _RANGE_STEP = 128
 _PREPARED = 6  # bytes for each weight that a narrow matrix unit reads, beside its float32
 
@@ -65,7 +65,7 @@ def half_memory(
     widest = max((size for width in widths for size in moment_ranges(width, most_features)), default=0)
     factors = 3 * 8 * widest**2
     largest = max((rows * columns for rows, columns in (*shapes, *expert)), default=0)
-    strips = 6 * 4 * min(largest, _STRIP_VALUES) + 2 * largest
+    strips = 6 * 4 * min(largest, STRIP_VALUES) + 2 * largest
     return held + copied + moments + 8 * widest**2 + max(factors, strips)
 
 

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+EXACT_DB = 999.0  # stands for a weight without any error: JSON has no infinity
+
+
+def exponent_counts(exponents: Tensor) -> dict[str, int]:
+    """E8M0 exponent -> number of blocks, for a grid of int32 exponents."""
+    values, counts = torch.unique(exponents, return_counts=True)
+    return {str(int(v)): int(c) for v, c in zip(values, counts, strict=True)}
+
 
 @dataclass(frozen=True, slots=True)
 class LinearRecord:

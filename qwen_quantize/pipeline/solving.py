@@ -21,9 +21,7 @@ from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.block_kernels import dequantize_blocks
 from qwen_quantize.pipeline.plan import Plan
-from qwen_quantize.pipeline.records import LinearRecord, StreamRecord
-
-EXACT_DB = 999.0  # stands for a weight without any error: JSON has no infinity
+from qwen_quantize.pipeline.records import EXACT_DB, LinearRecord, StreamRecord, exponent_counts
 
 
 def factors_of(statistics: InputStatistics | None) -> tuple[HessianFactor, ...]:
@@ -59,24 +57,25 @@ def solve_group(
 
 def quantized_group(plan: Plan, plain: PlainGroup, solutions: Sequence[LayerSolution]) -> LinearGroup:
     """The group as the chip will run it."""
-    weights = [
-        dequantize_blocks(s.codes, exact_scale(s.exponents), plan.scheme.weight.format, *plan.block)
-        for s in solutions
-    ]
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    return emulated(PlainGroup(weight, plain.bias, plain.sizes), plan.chip_compute())
+    return _decoded_group(plan, plain, [(s.codes, exact_scale(s.exponents)) for s in solutions])
 
 
 def written_group(plan: Plan, folder: OutputFolder, modules: Sequence[str], plain: PlainGroup) -> LinearGroup:
     """As `quantized_group`, from what an interrupted run has written."""
-    weights = [
-        dequantize_blocks(
+    stored = [
+        (
             folder.read(plan.layout.weight_name(module)).view(torch.uint8),
             folder.read(plan.layout.scale_name(module)),
-            plan.scheme.weight.format,
-            *plan.block,
         )
         for module in modules
+    ]
+    return _decoded_group(plan, plain, stored)
+
+
+def _decoded_group(plan: Plan, plain: PlainGroup, stored: Sequence[tuple[Tensor, Tensor]]) -> LinearGroup:
+    """stored: (codes [out, in] uint8, scales of its blocks float32) of each linear."""
+    weights = [
+        dequantize_blocks(codes, scale, plan.scheme.weight.format, *plan.block) for codes, scale in stored
     ]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     return emulated(PlainGroup(weight, plain.bias, plain.sizes), plan.chip_compute())
@@ -87,7 +86,6 @@ def write_linear(plan: Plan, folder: OutputFolder, module: str, solution: LayerS
     codes = solution.codes.view(torch.float8_e4m3fn)
     folder.write(plan.layout.weight_name(module), codes)
     folder.write(plan.layout.scale_name(module), exact_scale(solution.exponents))
-    values, counts = torch.unique(solution.exponents, return_counts=True)
     return LinearRecord(
         name=module,
         shape=(codes.shape[0], codes.shape[1]),
@@ -97,7 +95,7 @@ def write_linear(plan: Plan, folder: OutputFolder, module: str, solution: LayerS
         searched_blocks=solution.searched_blocks,
         zero_blocks=solution.zero_blocks,
         partial_blocks=solution.partial_blocks,
-        exponents={str(int(v)): int(c) for v, c in zip(values, counts, strict=True)},
+        exponents=exponent_counts(solution.exponents),
         sha256=hashlib.sha256(solution.codes.numpy().tobytes()).hexdigest(),
         notes=solution.notes,
     )

@@ -17,16 +17,15 @@ from qwen_quantize.calibrators.block_convert import (
     quantize_rows,
     requantize_blocks,
 )
-from qwen_quantize.calibrators.block_fp8 import exact_scale
+from qwen_quantize.calibrators.block_fp8 import exact_scale, partial_blocks
 from qwen_quantize.checkpoint.stored_linears import LinearReader, StoredKind, StoredLinear
 from qwen_quantize.checkpoint.tensor_info import DTYPES, torch_shape
 from qwen_quantize.checkpoint.writer import OutputFolder, OutputTensor
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.cast_rule import CastRule
-from qwen_quantize.pipeline.records import LinearRecord
+from qwen_quantize.pipeline.records import EXACT_DB, LinearRecord, exponent_counts
 
 PIECE_BYTES = 16 << 20  # of whichever form of a piece is the largest
-_EXACT_DB = 999.0  # stands for a weight without any error: JSON has no infinity
 _QUANTIZED_AS_STORED = ("BF16", "F16", "F32")
 
 
@@ -260,22 +259,16 @@ class TensorConversion:
         baseline = math.fsum(part.baseline_noise for part in parts)
         signal = math.fsum(part.signal for part in parts)
         zero = sum(part.zero_blocks for part in parts)
-        values, counts = torch.unique(exponents, return_counts=True)
         return LinearRecord(
             name=job.module,
             shape=(self.output.shape[0], self.output.shape[1]),
             error=noise / signal if signal > 0 else 0.0,
             baseline_error=baseline / signal if signal > 0 else 0.0,
-            weight_sqnr_db=10 * math.log10(signal / noise) if noise > 0 and signal > 0 else _EXACT_DB,
+            weight_sqnr_db=10 * math.log10(signal / noise) if noise > 0 and signal > 0 else EXACT_DB,
             searched_blocks=sum(part.searched_blocks for part in parts),
             zero_blocks=zero,
-            partial_blocks=self._partial_blocks(exponents),
-            exponents={str(int(v)): int(c) for v, c in zip(values, counts, strict=True)},
+            partial_blocks=partial_blocks((self.output.shape[0], self.output.shape[1]), self.target.block),
+            exponents=exponent_counts(exponents),
             sha256=self._hash.hexdigest(),
             notes=(f"{zero} all-zero blocks written with scale 1",) if zero else (),
         )
-
-    def _partial_blocks(self, exponents: Tensor) -> int:
-        (rows, columns), (down, across) = self.output.shape, exponents.shape
-        below, right = rows % self.target.block[0] != 0, columns % self.target.block[1] != 0
-        return across * below + down * right - (below and right)
