@@ -12,11 +12,13 @@ from qwen_quantize.checkpoint.disk import free_bytes
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.pipeline.estimate import estimate_seconds, measure_rates
 from qwen_quantize.pipeline.plan import Plan
-from qwen_quantize.pipeline.summary import TensorGroup, tensor_groups
+from qwen_quantize.pipeline.summary import TensorGroup
 from qwen_quantize.report.numbers import human_bytes
 
 
-def dry_run_record(plan: Plan, source: CheckpointSource, target: Path) -> dict[str, Any]:
+def dry_run_record(
+    plan: Plan, source: CheckpointSource, target: Path, groups: list[TensorGroup]
+) -> dict[str, Any]:
     """The plan as JSON; `seconds` from a short measurement of this machine, `fits` whether the disk has room."""
     free = free_bytes(target.parent)
     return {
@@ -31,7 +33,7 @@ def dry_run_record(plan: Plan, source: CheckpointSource, target: Path) -> dict[s
         "seconds": estimate_seconds(plan, source, measure_rates(plan, target)),
         "assumptions": [asdict(assumption) for assumption in plan.arithmetic.assumptions],
         "notes": list(plan.notes),
-        "groups": [asdict(group) for group in tensor_groups(plan, source)],
+        "groups": [asdict(group) for group in groups],
         "tensors": [
             {
                 "name": tensor.name,
@@ -74,11 +76,3 @@ def group_lines(groups: list[TensorGroup]) -> list[str]:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "-"
-
-
-def human_seconds(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"

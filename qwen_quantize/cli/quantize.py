@@ -10,7 +10,7 @@ from typing import Any
 
 from qwen_quantize.checkpoint.source import CheckpointSource, open_source
 from qwen_quantize.cli.console import Speaker, canonical_json
-from qwen_quantize.cli.dry_run import dry_run_record, group_lines, group_tables, human_seconds
+from qwen_quantize.cli.dry_run import dry_run_record, group_lines, group_tables
 from qwen_quantize.cli.evaluate import measure
 from qwen_quantize.cli.session import REPORT_NAME, peak_memory_bytes, read_text, use_threads
 from qwen_quantize.embedded import calibration_text_path, embedded_by_name
@@ -24,7 +24,7 @@ from qwen_quantize.pipeline.recipe import Output, Recipe
 from qwen_quantize.pipeline.run import StagedRun, quantize
 from qwen_quantize.pipeline.summary import tensor_groups
 from qwen_quantize.pipeline.texts import EvaluationTokens, load_documents
-from qwen_quantize.report.numbers import human_bytes
+from qwen_quantize.report.numbers import duration, human_bytes
 from qwen_quantize.report.page import render_page
 from qwen_quantize.report.tables import plain_lines, summary_tables
 
@@ -172,14 +172,14 @@ def check_output(target: Path, inputs: Sequence[str | None]) -> None:
 
 
 def _say_plan(plan: Plan, source: CheckpointSource, target: Path, speaker: Speaker) -> None:
-    record = dry_run_record(plan, source, target)
     groups = tensor_groups(plan, source)
+    record = dry_run_record(plan, source, target, groups)
     speaker.show(group_tables(groups), group_lines(groups))
     # A plan is often made on another machine than the run, so too small a disk is said and not refused here.
     lacking = "" if record["fits"] else ", too little: the run itself would refuse to start"
     speaker.say(
         f"disk: {human_bytes(plan.disk_bytes)} needed, {human_bytes(record['free_bytes'])} free{lacking}; "
-        f"time: about {human_seconds(record['seconds'])} on this machine"
+        f"time: about {duration(record['seconds'])} on this machine"
     )
     speaker.result(record)
 
