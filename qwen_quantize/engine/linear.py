@@ -7,21 +7,22 @@ activation is cast, and observed, once. What a linear does is the type of the gr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qwen_quantize.formats.cast_rule import CastRule
+from qwen_quantize.formats.activation_cast import ActivationCast
+from qwen_quantize.formats.cast_path import static_scale
+from qwen_quantize.formats.cast_rule import RNE_SATURATE
 from qwen_quantize.formats.dot import emulated_matmul, prepare_right
 from qwen_quantize.formats.dot_operands import RightOperand
 from qwen_quantize.formats.dot_record import DotUnit
-from qwen_quantize.formats.groups import fake_quantize_groups
-from qwen_quantize.formats.scales import ScaleRule
-from qwen_quantize.formats.spec import Format
-from qwen_quantize.formats.unrounded_scales import fake_quantize_unrounded
+from qwen_quantize.formats.rounding import quantize_values
+from qwen_quantize.formats.spec import FloatFormat
+from qwen_quantize.formats.tables import FP32
 
 
 class LinearGroup(Protocol):
@@ -36,36 +37,18 @@ class LinearGroup(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ActivationCast:
-    """The dynamic cast of a linear's input: per token, in groups of `group_size` along the features.
-
-    unrounded_scales: as if scales were float32 instead of powers of two; `scale_rule` does not count then.
-    """
-
-    format: Format
-    rule: CastRule
-    scale_rule: ScaleRule
-    group_size: int
-    unrounded_scales: bool = False
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., K] float32 -> the same shape: the values that the matrix unit sees, times their scales."""
-        flat = x.reshape(-1, x.shape[-1])
-        if self.unrounded_scales:
-            return fake_quantize_unrounded(flat, self.format, self.rule, self.group_size).view(x.shape)
-        cast = fake_quantize_groups(flat, self.format, self.rule, self.scale_rule, self.group_size)
-        return cast.reshape(x.shape)
-
-
-@dataclass(frozen=True, slots=True)
 class ChipCompute:
     """What a chip makes of quantized linears: the cast of their input, and the unit that adds the products.
 
-    cast None: the input stays as it is. unit None: sums are float32.
+    cast None: the input stays as it is. unit None: sums are float32. bare: the unit adds codes, and the scales of
+    a token and of a row of the weight multiply finished sums; else both operands come times their scales.
+    sum_scale_format: the type of those two scales' product, where the chip keeps it in fewer bits than a float32.
     """
 
     cast: ActivationCast | None
     unit: DotUnit | None = None
+    bare: bool = False
+    sum_scale_format: FloatFormat | None = None
 
     @property
     def changes_nothing(self) -> bool:
@@ -125,33 +108,83 @@ class EmulatedGroup:
     """Quantized linears as the chip runs them: activations cast, then multiplied with the decoded weights.
 
     `right` are the weights as the chip's matrix unit reads them, prepared once; None where sums are float32. Both
-    operands come times their scales; dot_unit.py says why that gives the unit's bits. A bias is added in float32.
+    operands come times their scales; dot_unit.py says why that gives the unit's bits. `sums`: they come without
+    the scales of a token and of a row, which multiply the sums. A bias is added in float32.
     """
 
     inner: PlainGroup
     cast: ActivationCast | None
     right: RightOperand | None
+    sums: SumScales | None = None
 
     @property
     def nbytes(self) -> int:
         return self.inner.nbytes
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        if self.cast is not None:
+        scale: Tensor | None = None
+        if self.cast is not None and self.sums is not None:
+            x, scale = self.cast.operands(x)
+        elif self.cast is not None:
             x = self.cast(x)
-        if self.right is None:
+        if self.right is None and self.sums is None:
             return self.inner(x)
         flat = x.reshape(-1, x.shape[-1])
-        product = emulated_matmul(flat, self.right, self.right.unit)
+        if self.right is None:
+            product = functional.linear(flat, self.inner.weight)
+        else:
+            product = emulated_matmul(flat, self.right, self.right.unit)
+        product = product.view(*x.shape[:-1], -1)
+        if self.sums is not None:
+            product = self.sums.apply(product, scale)
         if self.inner.bias is not None:
             product += self.inner.bias
-        return torch.split(product.view(*x.shape[:-1], -1), list(self.inner.sizes), dim=-1)
+        return torch.split(product, list(self.inner.sizes), dim=-1)
 
 
-def emulated(inner: PlainGroup, chip: ChipCompute) -> EmulatedGroup:
-    """The group as `chip` runs it. ValueError for weights that its unit has no operands for."""
-    right = None if chip.unit is None else prepare_right(inner.weight, chip.unit)
-    return EmulatedGroup(inner, chip.cast, right)
+@dataclass(frozen=True, slots=True)
+class SumScales:
+    """What finished sums are multiplied with: row, [out_features], and the tokens' scales, in this order.
+
+    row None: the weights hold their scales. format: the two are multiplied first, and cut to this type.
+    """
+
+    row: Tensor | None
+    format: FloatFormat | None
+
+    def apply(self, sums: Tensor, token: Tensor | None) -> Tensor:
+        """sums: [..., out_features]; token: what `ActivationCast.operands` gives."""
+        if self.format is not None and self.row is not None and token is not None:
+            scale = (self.row * token).clamp(min=self.format.min_normal)  # below it are rows of zeros only
+            return sums * static_scale(scale, fmt=self.format)
+        if self.row is not None:
+            sums = sums * self.row
+        return sums if token is None else sums * token
+
+
+def emulated(inner: PlainGroup, chip: ChipCompute, row_scale: Tensor | None = None) -> EmulatedGroup:
+    """The group as `chip` runs it. ValueError for weights that its unit has no operands for.
+
+    row_scale: float32 [out_features], the scales that multiply whole rows of the weights. Only a chip that adds
+    codes (`bare`) asks for them; without them the rows enter its unit as float32 values, times their scales.
+    """
+    unit = chip.unit
+    if not chip.bare:
+        right = None if unit is None else prepare_right(inner.weight, unit)
+        return EmulatedGroup(inner, chip.cast, right)
+    sums = SumScales(row_scale, chip.sum_scale_format)
+    if row_scale is not None:
+        # A quotient is a rounding away from its code. Rows of zeros may have any scale, zero too.
+        codes = inner.weight / torch.where(row_scale == 0, 1.0, row_scale).unsqueeze(1)
+        if unit is None:  # only integers have no unit and yet their own arithmetic
+            codes = codes.round()
+        elif unit.b_format != FP32:
+            codes = quantize_values(codes, unit.b_format, RNE_SATURATE)
+        inner = PlainGroup(codes, inner.bias, inner.sizes)
+    elif unit is not None:
+        unit = replace(unit, b_format=FP32)
+    right = None if unit is None else prepare_right(inner.weight, unit)
+    return EmulatedGroup(inner, chip.cast, right, sums)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -9,16 +10,10 @@ from torch import Tensor
 
 from qwen_quantize.checkpoint.completeness import check_tensors
 from qwen_quantize.checkpoint.source import CheckpointSource
-from qwen_quantize.checkpoint.stored_linears import LinearReader
+from qwen_quantize.checkpoint.stored_linears import LinearReader, StoredKind, StoredLinear
+from qwen_quantize.engine.compute import Compute, computed_as
 from qwen_quantize.engine.layer import Layer, ResidentExperts
-from qwen_quantize.engine.linear import (
-    ChipCompute,
-    LinearGroup,
-    MixedGroup,
-    PlainGroup,
-    emulated,
-    fuse,
-)
+from qwen_quantize.engine.linear import ChipCompute, LinearGroup, MixedGroup, PlainGroup, emulated, fuse
 from qwen_quantize.engine.model import Model
 from qwen_quantize.engine.rotary import LayerRotary
 from qwen_quantize.engine.soft_cap import CappedGroup
@@ -57,6 +52,13 @@ class ModelReader:
             return self._quantized_as.is_quantized(module)
         return self.linears.is_quantized(module)
 
+    def quantized_linears(self) -> Iterator[StoredLinear]:
+        """How each linear is stored that a chip computes with in low precision, the head last."""
+        modules = list(self.blueprint.linear_modules())
+        if not self.blueprint.config.tie_word_embeddings:
+            modules.append(self.blueprint.family.head.removesuffix(".weight"))
+        return (self.linears.describe(module) for module in modules if self.linears.is_quantized(module))
+
     def read_linear(self, module: str) -> Tensor:
         """[out, in] float32 weight of a linear, decoded if it is quantized."""
         return self.linears.read(module)
@@ -65,7 +67,7 @@ class ModelReader:
         self,
         layer: int,
         sites: tuple[LinearSite, ...],
-        chip: ChipCompute | None,
+        chip: Compute | None,
         expert: int | None = None,
     ) -> LinearGroup:
         """The linears of one stream; quantized ones compute as the chip does when `chip` is given."""
@@ -75,20 +77,47 @@ class ModelReader:
             self.read(name + ".bias") if self.blueprint.has_bias(site) else None
             for name, site in zip(names, sites, strict=True)
         ]
-        if chip is None or chip.changes_nothing:
-            return fuse(weights, biases)
-        quantized = [self.is_quantized(name) for name in names]
-        if not any(quantized):
-            return fuse(weights, biases)
-        if all(quantized):
-            return emulated(fuse(weights, biases), chip)
-        parts: list[LinearGroup] = []
-        for weight, bias, emulate in zip(weights, biases, quantized, strict=True):
-            plain = fuse([weight], [bias])
-            parts.append(emulated(plain, chip) if emulate else plain)
-        return MixedGroup(tuple(parts))
+        ways = [self._computed_as(name, chip) for name in names]
+        if len(set(ways)) == 1:
+            return self._group(names, weights, biases, ways[0])
+        return MixedGroup(
+            tuple(
+                self._group([name], [weight], [bias], way)
+                for name, weight, bias, way in zip(names, weights, biases, ways, strict=True)
+            )
+        )
 
-    def read_half(self, layer: int, half: Half, chip: ChipCompute | None = None) -> Layer:
+    def _group(
+        self, names: list[str], weights: list[Tensor], biases: list[Tensor | None], way: ChipCompute | None
+    ) -> LinearGroup:
+        plain = fuse(weights, biases)
+        if way is None:
+            return plain
+        scales = [self._row_scale(name) for name in names] if way.bare else []
+        found = [scale for scale in scales if scale is not None]
+        return emulated(plain, way, torch.cat(found) if found and len(found) == len(names) else None)
+
+    def _computed_as(self, module: str, chip: Compute | None) -> ChipCompute | None:
+        """How the chip runs one linear, None in full precision."""
+        if chip is None or not self.is_quantized(module):
+            return None
+        quantized = self if self._quantized_as is None else self._quantized_as
+        return computed_as(chip, quantized.linears.describe(module))
+
+    def _row_scale(self, module: str) -> Tensor | None:
+        """[out] float32: the scales of whole rows, None where the weight has none, or more beside them."""
+        if not self.linears.is_quantized(module):
+            return None
+        stored = self.linears.describe(module)
+        if stored.tensor_scale is not None:  # which divides
+            return (1.0 / self.read(stored.tensor_scale)).reshape(1).expand(stored.shape[0])
+        whole = stored.kind is StoredKind.CHANNEL_FP8 or stored.group_size == stored.shape[1]
+        if stored.scale is None or stored.zero_point is not None or not whole:
+            return None
+        scale = self.read(stored.scale).flatten()
+        return scale.expand(stored.shape[0]) if scale.numel() == 1 else scale
+
+    def read_half(self, layer: int, half: Half, chip: Compute | None = None) -> Layer:
         """Half of a layer, with that half's linears and tensors only; routed experts are read when asked for."""
         groups = {
             stream: self.read_group(layer, sites, chip)
@@ -102,16 +131,14 @@ class ModelReader:
         experts = partial(self.read_expert, layer, chip=chip) if sparse else None
         return Layer(groups, tensors, experts)
 
-    def read_expert(
-        self, layer: int, expert: int, chip: ChipCompute | None = None
-    ) -> dict[Stream, LinearGroup]:
+    def read_expert(self, layer: int, expert: int, chip: Compute | None = None) -> dict[Stream, LinearGroup]:
         """The linears of one routed expert, read from disk now."""
         return {
             stream: self.read_group(layer, sites, chip, expert)
             for stream, sites in self.blueprint.expert_streams(layer).items()
         }
 
-    def read_layer(self, layer: int, chip: ChipCompute | None = None, resident: bool = False) -> Layer:
+    def read_layer(self, layer: int, chip: Compute | None = None, resident: bool = False) -> Layer:
         """A whole layer; its routed experts are read when asked for, or now and kept if `resident`."""
         attention = self.read_half(layer, Half.ATTENTION, chip)
         mlp = self.read_half(layer, Half.MLP, chip)
@@ -135,25 +162,22 @@ class ModelReader:
         rows = torch.cat([self.source.read_rows(name, row, row + 1).float() for row in ids.tolist()])
         return rows[place]
 
-    def read_head(self, chip: ChipCompute | None = None) -> tuple[Tensor, LinearGroup]:
+    def read_head(self, chip: Compute | None = None) -> tuple[Tensor, LinearGroup]:
         """(final norm [hidden] float32, the head as a group of one); a tied head is the embedding."""
         family, cap = self.blueprint.family, self.blueprint.config.logit_cap
         norm = self._read_norm(family.final_norm, family.final_norm)
         head = self._read_head_linear(chip)
         return norm, head if cap is None else CappedGroup(head, cap)
 
-    def _read_head_linear(self, chip: ChipCompute | None) -> LinearGroup:
+    def _read_head_linear(self, chip: Compute | None) -> LinearGroup:
         family = self.blueprint.family
         if self.blueprint.config.tie_word_embeddings:
             return fuse([self.read(family.embedding)], [None])
         module = family.head.removesuffix(".weight")
-        plain = fuse([self.read_linear(module)], [None])
-        if chip is None or chip.changes_nothing or not self.is_quantized(module):
-            return plain
-        return emulated(plain, chip)
+        return self._group([module], [self.read_linear(module)], [None], self._computed_as(module, chip))
 
 
-def load_model(reader: ModelReader, chip: ChipCompute | None = None) -> Model:
+def load_model(reader: ModelReader, chip: Compute | None = None) -> Model:
     """The whole model in memory as float32, with all its experts."""
     layers = tuple(
         reader.read_layer(index, chip, resident=True) for index in range(reader.blueprint.num_layers)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from qwen_quantize.engine.compute import Compute
 from qwen_quantize.engine.experts import Routing, route, run_experts, shared_expert
 from qwen_quantize.engine.layer import Layer, rms_norm
-from qwen_quantize.engine.linear import ChipCompute, LinearGroup
+from qwen_quantize.engine.linear import LinearGroup
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.model import mlp_input, run_attention, run_layer
 from qwen_quantize.models.blueprint import Stream
@@ -29,7 +30,7 @@ class StreamedModel:
     None before it ran, and for a dense layer.
     """
 
-    def __init__(self, reader: ModelReader, chip: ChipCompute | None = None) -> None:
+    def __init__(self, reader: ModelReader, chip: Compute | None = None) -> None:
         self.reader = reader
         self.chip = chip
         self.last_routing: Tensor | None = None

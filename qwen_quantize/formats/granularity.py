@@ -64,6 +64,19 @@ class Granularity:
         """One scale for each tile of `rows` x `cols`."""
         return Granularity(GranularityKind.BLOCK, rows, cols)
 
+    def describe(self) -> str:
+        """In words, to follow "a scale"."""
+        match self.kind:
+            case GranularityKind.BLOCK:
+                return f"for {self.rows}x{self.cols}"
+            case GranularityKind.GROUP:
+                return f"for {self.cols} of a row"
+            case GranularityKind.CHANNEL:
+                return "per output channel"
+            case GranularityKind.TOKEN:
+                return "per token"
+        return "per tensor"
+
     def block_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """(rows, cols) of one region of a tensor of `shape` [..., N, K]; at least 1 each."""
         if len(shape) < 2:

@@ -83,11 +83,15 @@ def native_library() -> ctypes.CDLL | None:
 @functools.cache
 def _declare(library: ctypes.CDLL) -> None:
     pointer, i32, i64, u32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint32
-    grid = ctypes.POINTER(_Grid)
+    grid, f32 = ctypes.POINTER(_Grid), ctypes.c_float
     signatures = {
         "qq_cast": (grid, pointer, pointer, i64, i32, i32),
         "qq_decode": (pointer, pointer, i64, pointer, i32),
         "qq_fake_quantize_groups": (grid, pointer, pointer, i64, i64, i64, i32, u32, i32),
+        "qq_quantize_scaled": (
+            *(grid, grid, grid, pointer, pointer, pointer, pointer, i64, i64, i64),
+            *(f32, f32, i32, i32, i32),
+        ),
         "qq_quantize_blocks": (grid, pointer, pointer, i64, i64, pointer, i64, i64, i32),
         "qq_dequantize_blocks": (pointer, pointer, i64, i64, pointer, i64, i64, pointer, i32),
         "qq_block_squared_error": (grid, pointer, i64, i64, pointer, i64, i64, i64, pointer, pointer, i32),
@@ -213,6 +217,33 @@ def fake_quantize_groups(
         _seeded(grid, seed), x.data_ptr(), out.data_ptr(), tiles.rows, tiles.columns, tiles.block_columns,
         offset, fraction, _threads(x.numel()),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledCast:
+    """How a group's largest magnitude becomes its scale; scaled_groups.py says what the fields mean."""
+
+    target: float
+    smallest: float
+    reciprocal: bool
+    scale_grid: Grid | None
+    path: Grid | None
+
+
+def quantize_scaled(
+    library: ctypes.CDLL, x: Tensor, out: Tensor, scales: Tensor, outer: Tensor | None, tiles: Tiles,
+    how: ScaledCast, grid: Grid, seed: Seed, *, scaled: bool,
+) -> None:  # fmt: skip
+    """float32 x -> out, both [rows, columns], and scales [rows, groups]; outer: float32 [rows]; out may be x."""
+    library.qq_quantize_scaled(
+        _seeded(grid, seed), _optional(how.scale_grid), _optional(how.path), x.data_ptr(), out.data_ptr(),
+        scales.data_ptr(), None if outer is None else outer.data_ptr(), tiles.rows, tiles.columns,
+        tiles.block_columns, how.target, how.smallest, int(how.reciprocal), int(scaled), _threads(x.numel()),
+    )  # fmt: skip
+
+
+def _optional(grid: Grid | None) -> _Grid | None:
+    return None if grid is None else _native_grid(grid)
 
 
 def quantize_blocks(

@@ -321,6 +321,80 @@ void qq_fake_quantize_groups(const grid *g, const uint32_t *x, float *out, int64
     parallel(groups_work, &t, rows * groups, threads);
 }
 
+/* ---- activations: per row and group, largest magnitude -> scale with a mantissa -> cast -> scale back ---- */
+
+typedef struct {
+    const grid *g, *scale_grid, *path; const uint32_t *x; float *out, *scales; const float *outer;
+    int64_t columns, group, groups; float target, smallest; int32_t reciprocal, scaled;
+} scaled_task;
+
+/* Values that the grid has to cast: x over its scale, no larger than the target; also through the type on the way. */
+INLINE void scale_down(const scaled_task *t, const float *x, float *out, int64_t n, float factor, float total) {
+    float high = t->target;
+    if (t->reciprocal) for (int64_t i = 0; i < n; i++) out[i] = x[i] * factor;
+    else for (int64_t i = 0; i < n; i++) out[i] = x[i] / total;
+    for (int64_t i = 0; i < n; i++) {
+        float v = out[i];
+        v = v > high ? high : v;
+        out[i] = v < -high ? -high : v;
+    }
+    if (t->path) quantize_run(t->path, (const uint32_t *)out, (uint32_t *)out, n, 0, 0, 1.0f);
+}
+
+static void scaled_work(const void *p, int64_t begin, int64_t end) {
+    const scaled_task *t = p;
+    float strip[STRIP];
+    for (int64_t item = begin; item < end; item++) {
+        int64_t row = item / t->groups, column = (item % t->groups) * t->group;
+        int64_t at = row * t->columns + column;
+        int64_t n = t->columns - column < t->group ? t->columns - column : t->group;
+        const uint32_t *x = t->x + at;
+        uint32_t bits = 0;
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t a = x[i] & 0x7fffffffU;
+            bits = a > bits ? a : bits;
+        }
+        if (bits >= 0x7f800000U) {
+            for (int64_t i = 0; i < n; i++) t->out[at + i] = float_of(0x7fc00000U);
+            t->scales[item] = float_of(0x7fc00000U);
+            continue;
+        }
+        float amax = float_of(bits), outer = t->outer ? t->outer[row] : 1.0f;
+        float scale = amax / t->target;
+        if (t->outer) scale = scale / outer;
+        int floored = !(scale > t->smallest);
+        float factor = floored ? 1.0f / t->smallest : t->target / amax;
+        scale = floored ? t->smallest : scale;
+        if (t->scale_grid) {
+            uint32_t rounded = bits_of(scale);
+            quantize_run(t->scale_grid, &rounded, &rounded, 1, 0, 0, 1.0f);
+            scale = float_of(rounded);
+        }
+        float total = scale * outer;
+        t->scales[item] = scale;
+        if (total == 0.0f) {
+            for (int64_t i = 0; i < n; i++) t->out[at + i] = 0.0f;
+            continue;
+        }
+        for (int64_t i = 0; i < n; i += STRIP) {
+            int64_t count = n - i < STRIP ? n - i : STRIP;
+            scale_down(t, (const float *)x + i, strip, count, factor, total);
+            quantize_run(t->g, (const uint32_t *)strip, (uint32_t *)t->out + at + i, count, 0, (uint64_t)(at + i),
+                         t->scaled ? scale : 1.0f);
+        }
+    }
+}
+
+/* scale_grid, path, outer may be null. scales: one for each row and group; outer: one for each row. */
+void qq_quantize_scaled(const grid *g, const grid *scale_grid, const grid *path, const uint32_t *x, float *out,
+                        float *scales, const float *outer, int64_t rows, int64_t columns, int64_t group, float target,
+                        float smallest, int32_t reciprocal, int32_t scaled, int32_t threads) {
+    int64_t groups = (columns + group - 1) / group;
+    scaled_task t = {g, scale_grid, path, x, out, scales, outer, columns, group, groups, target, smallest, reciprocal,
+                     scaled};
+    parallel(scaled_work, &t, rows * groups, threads);
+}
+
 /* ---- weights: tiles of block_rows x block_columns, each with its exponent ---- */
 
 typedef struct {

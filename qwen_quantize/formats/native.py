@@ -48,7 +48,7 @@ def load_native(source_path: Path, *, libraries: tuple[str, ...] = ()) -> ctypes
     """
     if not native_enabled():
         return None
-    return _load(source_path.resolve(), libraries)
+    return _load(_resolved(source_path), libraries)
 
 
 def native_status(source_path: Path, *, libraries: tuple[str, ...] = ()) -> str:
@@ -57,8 +57,13 @@ def native_status(source_path: Path, *, libraries: tuple[str, ...] = ()) -> str:
         return "off (QWEN_QUANTIZE_NATIVE=0)"
     if _compiler() is None:
         return "off (no C compiler: install cc, gcc or clang)"
-    loaded = _load(source_path.resolve(), libraries)
+    loaded = _load(_resolved(source_path), libraries)
     return "off (the C compiler failed)" if loaded is None else "native"
+
+
+@functools.cache
+def _resolved(path: Path) -> Path:
+    return path.resolve()  # some kernels run for less time than this takes
 
 
 @functools.cache

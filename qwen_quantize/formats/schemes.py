@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from qwen_quantize.formats.granularity import Granularity, GranularityKind
 from qwen_quantize.formats.scales import ScaleRule
-from qwen_quantize.formats.spec import Format
+from qwen_quantize.formats.spec import Format, IntFormat
 from qwen_quantize.formats.tables import E2M1, E2M3, E4M3FN, E8M0, FP16, FP32, HIF8, INT4, INT8
 
 
@@ -15,7 +15,7 @@ class TensorSpec:
     """One tensor's element format, the region that shares a scale, the scale's format and how it is chosen.
 
     `scale_rule` is for E8M0 scales and None for scales with a mantissa. `tensor_scale_format` is that of a
-    second-level scale for the whole tensor (NVFP4).
+    second-level scale for the whole tensor (NVFP4). `symmetric` False: integers with a zero point.
     """
 
     format: Format
@@ -23,6 +23,7 @@ class TensorSpec:
     scale_format: Format
     scale_rule: ScaleRule | None = None
     tensor_scale_format: Format | None = None
+    symmetric: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,24 @@ class Scheme:
     activation: TensorSpec | None
     dynamic: bool
     description: str
+
+    def with_group(self, size: int | None) -> Scheme:
+        """The same scheme with one weight scale for `size` elements of a row, None for the whole row.
+
+        ValueError unless the scheme's weights are integers: the groups of the other formats are part of them.
+        """
+        if not isinstance(self.weight.format, IntFormat):
+            raise ValueError(f"the weight scales of scheme {self.name} have no group size to choose")
+        shape = Granularity.channel() if size is None else Granularity.group(size)
+        return replace(self, weight=replace(self.weight, granularity=shape))
+
+    def with_zero_point(self) -> Scheme:
+        """The same scheme with a zero point beside each weight scale; ValueError unless weights are integers."""
+        if not isinstance(self.weight.format, IntFormat):
+            raise ValueError(
+                f"the {self.weight.format.name} weights of scheme {self.name} have no zero point"
+            )
+        return replace(self, weight=replace(self.weight, symmetric=False))
 
     def with_block(self, rows: int, cols: int) -> Scheme:
         """The same scheme with weight tiles of `rows` x `cols` and activation groups of `cols`.

@@ -16,7 +16,6 @@ from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.engine.experts import Routing, route, run_expert, run_experts
 from qwen_quantize.engine.layer import Layer, ResidentExperts
 from qwen_quantize.engine.linear import (
-    ActivationCast,
     ChipCompute,
     EmulatedGroup,
     LinearGroup,
@@ -27,6 +26,7 @@ from qwen_quantize.engine.linear import (
 from qwen_quantize.engine.load import ModelReader, load_model
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.errors import UserError
+from qwen_quantize.formats.activation_cast import GroupCast
 from qwen_quantize.formats.cast_rule import RNE_SATURATE
 from qwen_quantize.formats.scales import ScaleRule
 from qwen_quantize.formats.tables import E4M3FN
@@ -140,7 +140,7 @@ def store_as_block_fp8(folder: Path, kept: tuple[str, ...] = ()) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-CAST = ChipCompute(ActivationCast(E4M3FN, RNE_SATURATE, ScaleRule.RCEIL, 32))
+CAST = ChipCompute(GroupCast(E4M3FN, RNE_SATURATE, ScaleRule.RCEIL, 32))
 
 
 def test_casts_reach_latents_and_experts_and_spare_the_router(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.chip_profiles.dot_unit import with_any_exponent
 from qwen_quantize.engine import load
 from qwen_quantize.engine.linear import (
-    ActivationCast,
     ChipCompute,
     EmulatedGroup,
     PlainGroup,
@@ -22,6 +21,7 @@ from qwen_quantize.engine.linear import (
     fuse,
 )
 from qwen_quantize.engine.load import ModelReader, load_model
+from qwen_quantize.formats.activation_cast import GroupCast
 from qwen_quantize.formats.cast_rule import RNE_SATURATE, Rounding
 from qwen_quantize.formats.dot import emulated_matmul
 from qwen_quantize.formats.dot_record import DotUnit, Order
@@ -32,7 +32,7 @@ from qwen_quantize.formats.tables import E4M3FN, FP32
 from tests.engine.test_experts import store_as_block_fp8
 from tests.tiny_models import make_tiny
 
-CAST = ActivationCast(E4M3FN, RNE_SATURATE, ScaleRule.RCEIL, 32)
+CAST = GroupCast(E4M3FN, RNE_SATURATE, ScaleRule.RCEIL, 32)
 SCALED = with_any_exponent(E4M3FN)
 NARROW = DotUnit(
     "narrow", SCALED, SCALED, Order.ALIGNED, products=16, fraction_bits=6, mantissa_bits=7,
@@ -51,6 +51,7 @@ class SlowGroup:
 
     inner: PlainGroup
     chip: ChipCompute
+    row_scale: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
