@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from qwen_quantize.checkpoint.linear_parts import WEIGHT_SUFFIXES
 from qwen_quantize.checkpoint.next_token import JOINING_LINEAR, next_token_tensors, repeated_tensors
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.stored_linears import PLAIN_DTYPES, LinearReader
@@ -146,7 +147,7 @@ class _Check:
             if module.startswith(prefix)
         }
         tensors = next_token_tensors(self.blueprint, layer)
-        weights = ((f"{module}.weight", f"{module}.weight_packed") for module in modules)
+        weights = (tuple(module + suffix for suffix in WEIGHT_SUFFIXES) for module in modules)
         missing = next((pair[0] for pair in weights if self.names.isdisjoint(pair)), None)
         missing = missing or next((name for name in tensors if name not in self.names), None)
         if missing is not None:

@@ -1,22 +1,40 @@
 """What a compressed-tensors checkpoint says of its weights in config.json.
 
 Which linear was quantized how is read from its own tensors; this record says only which ways may occur. So
-the patterns of `targets` and `ignore` need no evaluation, and a config that does not fit its tensors is
-found out.
+`ignore` needs no evaluation, and a config that does not fit its tensors is found out. What becomes of a
+linear's input is in no tensor: where several groups fit a linear, their `targets` decide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from qwen_quantize.checkpoint.compressed_inputs import (
+    fail,
+    integer_in,
+    parse_inputs,
+    parse_targets,
+    rank_of_match,
+)
 from qwen_quantize.errors import UserError
+from qwen_quantize.formats.activation_form import ActivationForm
 from qwen_quantize.models.config_values import shown
 
-READABLE_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
-_STRATEGIES = {"int": ("tensor", "channel", "group"), "float": ("tensor", "channel", "block")}
-_BITS = {"int": (4, 8), "float": (8,)}
+READABLE_FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized",
+    "mxfp6-pack-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized", "dense",
+)  # fmt: skip
+_GROUPS = ("group", "tensor_group")
+_STRATEGIES = {
+    ("int", 4): ("tensor", "channel", "group"),
+    ("int", 8): ("tensor", "channel", "group"),
+    ("float", 8): ("tensor", "channel", "block", "group"),
+    ("float", 6): ("group",),
+    ("float", 4): _GROUPS,
+}
+_BITS = {"int": (4, 8), "float": (4, 6, 8)}
 _LARGEST_GROUP = 1 << 20
 
 
@@ -24,8 +42,10 @@ _LARGEST_GROUP = 1 << 20
 class CompressedWeights:
     """The weights of one config group: format is None where the file leaves it to be inferred.
 
-    kind: "int" or "float"; strategy: "tensor", "channel", "group" or "block"; group_size: columns, only for
-    "group"; block: (rows, columns), only for "block".
+    kind: "int" or "float"; strategy: "tensor", "channel", "group", "tensor_group" (a group under a scale of the
+    whole tensor) or "block"; group_size: columns, only for groups; block: (rows, columns), only for "block".
+    targets: names, patterns after "re:" and classes of modules. inputs: what becomes of a linear's input, without
+    the names of tensors; None where it stays.
     """
 
     bits: int
@@ -34,6 +54,8 @@ class CompressedWeights:
     group_size: int | None
     block: tuple[int, int] | None
     format: str | None
+    targets: tuple[str, ...] = ()
+    inputs: ActivationForm | None = None
 
     def describe(self) -> str:
         name = f"{'int' if self.kind == 'int' else 'fp'}{self.bits}"
@@ -52,15 +74,38 @@ class CompressedTensors:
     def blocks(self) -> frozenset[tuple[int, int]]:
         return frozenset(it.block for it in self.weights if it.block is not None)
 
-    def group_sizes(self) -> frozenset[int]:
-        return frozenset(it.group_size for it in self.weights if it.group_size is not None)
+    def group_sizes(self, kind: str, bits: int | None = None) -> frozenset[int]:
+        """Columns in a group, of all weights of a kind or those of one width."""
+        return frozenset(
+            it.group_size
+            for it in self.weights
+            if it.group_size is not None and it.kind == kind and bits in (None, it.bits)
+        )
 
     def bits(self, kind: str) -> frozenset[int]:
         return frozenset(it.bits for it in self.weights if it.kind == kind)
 
+    def inputs_of(self, module: str, kind: str, bits: tuple[int, ...]) -> ActivationForm | None:
+        """What becomes of the input of a linear whose weight is of this kind and one of these widths.
+
+        UserError where groups that fit the weight differ and none of their targets is the module.
+        """
+        fitting = [it for it in self.weights if it.kind == kind and it.bits in bits]
+        if len({it.inputs for it in fitting}) < 2:
+            return fitting[0].inputs if fitting else None
+        ranked = [(rank_of_match(module, it.targets), it) for it in fitting]
+        matching = [(rank, it) for rank, it in ranked if rank is not None]
+        if not matching:
+            raise UserError(
+                f"config.json: the targets of quantization_config are none of them {module!r}, and its groups treat "
+                "inputs differently"
+            )
+        return min(matching, key=lambda found: found[0])[1].inputs
+
     def describe(self) -> str:
-        """The kinds of numbers in words, such as "int4 (pack-quantized) and fp8 (float-quantized)"."""
-        return " and ".join(sorted({it.describe() for it in self.weights}))
+        """In words, such as "int4 (pack-quantized) and fp8 (float-quantized) of compressed-tensors"; "" for none."""
+        kinds = " and ".join(sorted({it.describe() for it in self.weights}))
+        return f"{kinds} of compressed-tensors" if kinds else ""
 
 
 def parse_compressed_tensors(found: Mapping[str, Any]) -> CompressedTensors:
@@ -68,21 +113,24 @@ def parse_compressed_tensors(found: Mapping[str, Any]) -> CompressedTensors:
     _refuse_transforms(found)
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise _fail("config_groups", "an object of one or more groups", groups)
+        raise fail("config_groups", "an object of one or more groups", groups)
     default = _format(found.get("format"), "format")
     weights = []
     for name, group in groups.items():
         where = f"config_groups.{name}"
         if not isinstance(group, Mapping):
-            raise _fail(where, "an object", group)
+            raise fail(where, "an object", group)
         if group.get("weights") is None:
             continue
-        weights.append(_weights(group["weights"], _format(group.get("format"), where) or default, where))
+        format_ = _format(group.get("format"), where) or default
+        weights.append(
+            replace(
+                _weights(group["weights"], format_, where),
+                targets=parse_targets(group.get("targets"), where),
+                inputs=parse_inputs(group.get("input_activations"), where),
+            )
+        )
     return CompressedTensors(tuple(weights))
-
-
-def _fail(key: str, wanted: str, value: object) -> UserError:
-    return UserError(f"config.json: quantization_config {key!r} must be {wanted}, found {shown(value)}")
 
 
 def _refuse_transforms(found: Mapping[str, Any]) -> None:
@@ -113,37 +161,35 @@ def _format(value: object, where: str) -> str | None:
 def _weights(found: object, format_: str | None, where: str) -> CompressedWeights:
     where = f"{where}.weights"
     if not isinstance(found, Mapping):
-        raise _fail(where, "an object or null", found)
+        raise fail(where, "an object or null", found)
     bits, kind = found.get("num_bits", 8), found.get("type", "int")
     if not isinstance(kind, str) or kind not in _BITS:
-        raise _fail(f"{where}.type", "'int' or 'float'", kind)
+        raise fail(f"{where}.type", "'int' or 'float'", kind)
     if type(bits) is not int or bits not in _BITS[kind]:
         allowed = " or ".join(map(str, _BITS[kind]))
-        raise _fail(f"{where}.num_bits", f"{allowed} for weights of type {kind!r} to be readable", bits)
-    group_size = found.get("group_size")
-    if group_size == -1:  # as written for one group per channel
-        group_size = None
-    if group_size is not None and (type(group_size) is not int or not 0 < group_size <= _LARGEST_GROUP):
-        raise _fail(f"{where}.group_size", "a positive whole number, -1 or null", group_size)
+        raise fail(f"{where}.num_bits", f"{allowed} for weights of type {kind!r} to be readable", bits)
+    group_size = integer_in(found.get("group_size"), f"{where}.group_size", _LARGEST_GROUP)
     strategy = found.get("strategy")
     if strategy is None:
         strategy = "group" if group_size is not None else "tensor"
         strategy = "channel" if found.get("group_size") == -1 else strategy
-    if not isinstance(strategy, str) or strategy not in _STRATEGIES[kind]:
-        allowed = ", ".join(_STRATEGIES[kind])
-        raise _fail(f"{where}.strategy", f"one of {allowed} for weights of type {kind!r}", strategy)
-    if strategy == "group" and group_size is None:
-        raise _fail(f"{where}.group_size", "a positive whole number for the strategy 'group'", None)
-    if kind == "float" and "uint8" in str(found.get("scale_dtype")):
+    if not isinstance(strategy, str) or strategy not in _STRATEGIES[kind, bits]:
+        allowed = ", ".join(_STRATEGIES[kind, bits])
+        raise fail(
+            f"{where}.strategy", f"one of {allowed} for weights of type {kind!r} and {bits} bits", strategy
+        )
+    if strategy in _GROUPS and group_size is None:
+        raise fail(f"{where}.group_size", f"a positive whole number for the strategy {strategy!r}", None)
+    if "uint8" in str(found.get("scale_dtype")) and (kind != "float" or strategy != "group"):
         raise UserError(
-            f"config.json: MX weights ({where}.scale_dtype {shown(found['scale_dtype'])}) cannot be read; take "
-            "the original model"
+            f"config.json: MX weights ({where}.scale_dtype {shown(found['scale_dtype'])}) have the strategy 'group' "
+            f"and the type 'float', found {shown(strategy)} and {shown(kind)}"
         )
     return CompressedWeights(
         bits=bits,
         kind=kind,
         strategy=strategy,
-        group_size=group_size if strategy == "group" else None,
+        group_size=group_size if strategy in _GROUPS else None,
         block=_block(found.get("block_structure"), where) if strategy == "block" else None,
         format=format_,
     )
@@ -157,4 +203,4 @@ def _block(found: object, where: str) -> tuple[int, int]:
         rows, columns = found
         if all(type(size) is int and 0 < size <= _LARGEST_GROUP for size in (rows, columns)):
             return rows, columns
-    raise _fail(f"{where}.block_structure", "two positive whole numbers such as [128, 128]", found)
+    raise fail(f"{where}.block_structure", "two positive whole numbers such as [128, 128]", found)

@@ -4,11 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
+from qwen_quantize.checkpoint.awq_layout import AWQ, AwqConfig, parse_awq
 from qwen_quantize.checkpoint.compressed_config import CompressedTensors, parse_compressed_tensors
+from qwen_quantize.checkpoint.compressed_tensors import COMPRESSED_TENSORS
+from qwen_quantize.checkpoint.gptq_layout import GPTQ, GptqConfig, parse_gptq
+from qwen_quantize.checkpoint.layout_parts import check_parts, one_scheme, read_scale, stored_scale
+from qwen_quantize.checkpoint.shards import OutputTensor
+from qwen_quantize.checkpoint.word_config import auto_round_packing
 from qwen_quantize.errors import UserError
+from qwen_quantize.formats.activation_form import ActivationForm
+from qwen_quantize.formats.blocks import QuantizedTensor
+from qwen_quantize.formats.granularity import Granularity, GranularityKind
+from qwen_quantize.formats.schemes import Scheme
+from qwen_quantize.formats.tables import E4M3FN, E8M0, FP32, HIF8
 from qwen_quantize.models.config_values import shown
+
+
+class Layout(Protocol):
+    """How the linears of every scheme that it holds are named and stored.
+
+    readers: the engines that load it. Every method is pure; UserError says what the layout cannot hold.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def readers(self) -> tuple[str, ...]: ...
+
+    def outputs(self, module: str, shape: tuple[int, int], scheme: Scheme) -> tuple[OutputTensor, ...]:
+        """The tensors of a linear [N, K], known before it is solved; the first one is the weight."""
+        ...
+
+    def pack(
+        self, module: str, quantized: QuantizedTensor, scheme: Scheme, input_amax: float | None = None
+    ) -> dict[str, Tensor]:
+        """Exactly the tensors of `outputs`; ValueError where `quantized` is not what the scheme says.
+
+        input_amax: the largest magnitude of the linear's input, for schemes that store a scale of it.
+        """
+        ...
+
+    def unpack(
+        self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme
+    ) -> QuantizedTensor:
+        """The inverse of `pack`; UserError where a tensor is missing or does not fit."""
+        ...
+
+    def quantization_config(self, schemes: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config` of config.json: schemes by module, and the modules that stay."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +85,49 @@ class BlockLayout:
         """The grid of a weight [N, K]: one scale per block, partial blocks at the edges included."""
         return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
+    def outputs(self, module: str, shape: tuple[int, int], scheme: Scheme) -> tuple[OutputTensor, ...]:
+        return (
+            OutputTensor(self.weight_name(module), self.weight_dtype, shape),
+            OutputTensor(
+                self.scale_name(module), self.scale_dtype, self.scale_shape(shape, self._block(scheme))
+            ),
+        )
+
+    def pack(
+        self,
+        module: str,
+        quantized: QuantizedTensor,
+        scheme: Scheme,
+        input_amax: float | None = None,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
+        self._block(scheme)
+        return {
+            self.weight_name(module): quantized.codes.view(torch.float8_e4m3fn),
+            self.scale_name(module): stored_scale(quantized.scale, self.scale_dtype),
+        }
+
+    def unpack(
+        self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme
+    ) -> QuantizedTensor:
+        codes, scale = check_parts(self.outputs(module, shape, scheme), tensors)
+        weight = scheme.weight
+        return QuantizedTensor(
+            codes.view(torch.uint8), read_scale(scale), None, weight.format, weight.granularity, shape
+        )
+
+    def quantization_config(self, schemes: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
+        return deepseek_quantization_config(self._block(one_scheme(self.name, schemes)), kept)
+
+    def _block(self, scheme: Scheme) -> tuple[int, int]:
+        weight, kind = scheme.weight, scheme.weight.granularity.kind
+        tiled = kind in (GranularityKind.BLOCK, GranularityKind.GROUP)
+        if weight.format != E4M3FN or weight.scale_format != E8M0 or not tiled:
+            raise UserError(
+                f"layout {self.name} holds FP8 blocks with power-of-two scales, not {weight.format.name} with "
+                f"{weight.scale_format.name} scales for each {kind} (scheme {scheme.name}); choose another --layout"
+            )
+        return weight.granularity.rows, weight.granularity.cols
+
 
 DEEPSEEK_FP8 = BlockLayout(
     name="deepseek-fp8",
@@ -44,7 +137,70 @@ DEEPSEEK_FP8 = BlockLayout(
     readers=("transformers", "vLLM", "SGLang"),
 )
 
-LAYOUTS: dict[str, BlockLayout] = {DEEPSEEK_FP8.name: DEEPSEEK_FP8}
+
+@dataclass(frozen=True, slots=True)
+class PlainHif8Layout:
+    """HiFloat8 codes as bytes and a float32 scale for each row, which no engine but this program's reads yet."""
+
+    name: str
+    readers: tuple[str, ...]
+
+    def outputs(self, module: str, shape: tuple[int, int], scheme: Scheme) -> tuple[OutputTensor, ...]:
+        weight = scheme.weight
+        if weight.format != HIF8 or weight.granularity.kind is not GranularityKind.CHANNEL:
+            raise UserError(
+                f"layout {self.name} holds HiFloat8 with a scale for each output channel, not scheme {scheme.name}; "
+                "choose another --layout"
+            )
+        return (
+            OutputTensor(f"{module}.weight", "U8", shape),
+            OutputTensor(f"{module}.weight_scale", "F32", (shape[0], 1)),
+        )
+
+    def pack(
+        self,
+        module: str,
+        quantized: QuantizedTensor,
+        scheme: Scheme,
+        input_amax: float | None = None,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
+        weight, scale = self.outputs(module, (quantized.shape[0], quantized.shape[1]), scheme)
+        return {weight.name: quantized.codes, scale.name: stored_scale(quantized.scale, scale.dtype)}
+
+    def unpack(
+        self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme
+    ) -> QuantizedTensor:
+        codes, scale = check_parts(self.outputs(module, shape, scheme), tensors)
+        return QuantizedTensor(codes, scale, None, HIF8, scheme.weight.granularity, shape)
+
+    def quantization_config(self, schemes: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
+        scheme = one_scheme(self.name, schemes)
+        return {
+            "activation_scheme": "dynamic" if scheme.activation is not None else None,
+            "modules_to_not_convert": list(kept),
+            "quant_method": "hif8",
+        }
+
+
+HIF8_PLAIN = PlainHif8Layout(name="hif8-plain", readers=("qwen_quantize",))
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout for layout in (DEEPSEEK_FP8, COMPRESSED_TENSORS, AWQ, GPTQ, HIF8_PLAIN)
+}
+
+# Scheme name -> the layout that most of its readers load.
+DEFAULT_LAYOUT: dict[str, str] = {
+    "ue8m0": DEEPSEEK_FP8.name,
+    "mxfp8": COMPRESSED_TENSORS.name,
+    "mxfp6": COMPRESSED_TENSORS.name,
+    "mxfp4": COMPRESSED_TENSORS.name,
+    "nvfp4": COMPRESSED_TENSORS.name,
+    "fp8": COMPRESSED_TENSORS.name,
+    "w8a8": COMPRESSED_TENSORS.name,
+    "w4a16": COMPRESSED_TENSORS.name,
+    "w4a8": COMPRESSED_TENSORS.name,
+    "hif8": HIF8_PLAIN.name,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +210,31 @@ class BlockFp8Config:
     block: tuple[int, int]
     power_of_two_scales: bool
     kept_modules: tuple[str, ...]
+
+    @property
+    def activation(self) -> ActivationForm:
+        """Inputs are cast in groups as wide as the blocks, their scales rounded as those of the weights."""
+        scales = E8M0 if self.power_of_two_scales else FP32
+        return ActivationForm(E4M3FN, Granularity.group(self.block[1]), scales, dynamic=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Hif8Config:
+    """What config.json says of HiFloat8 weights in the plain layout."""
+
+    casts_inputs: bool
+
+    @property
+    def activation(self) -> ActivationForm | None:
+        if not self.casts_inputs:
+            return None
+        return ActivationForm(HIF8, Granularity.token(), FP32, dynamic=True)
+
+    def describe(self) -> str:
+        return "HiFloat8"
+
+
+Quantization = BlockFp8Config | CompressedTensors | AwqConfig | GptqConfig | Hif8Config
 
 
 def deepseek_quantization_config(block: tuple[int, int], kept_modules: Sequence[str]) -> dict[str, Any]:
@@ -79,12 +260,33 @@ _READABLE: dict[str, tuple[str, ...]] = {
 _LARGEST_BLOCK = 65_536
 
 
-def parse_quantization(config: Mapping[str, Any]) -> BlockFp8Config | CompressedTensors | None:
+def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """What config.json says of quantized weights: None for plain ones; UserError for an unreadable scheme."""
     found = config.get("quantization_config")
-    if isinstance(found, Mapping) and found.get("quant_method") == "compressed-tensors":
-        return parse_compressed_tensors(found)
+    if not isinstance(found, Mapping):
+        return parse_quantization_config(config)
+    method = found.get("quant_method")
+    if method == "auto-round":
+        method = auto_round_packing(found)
+    match method:
+        case "compressed-tensors":
+            return parse_compressed_tensors(found)
+        case "awq":
+            return parse_awq(found)
+        case "gptq":
+            return parse_gptq(found)
+        case "hif8":
+            return _parse_hif8(found)
     return parse_quantization_config(config)
+
+
+def _parse_hif8(found: Mapping[str, Any]) -> Hif8Config:
+    scheme = found.get("activation_scheme")
+    if scheme not in (None, "dynamic"):
+        raise UserError(
+            f"config.json: activation_scheme {shown(scheme)} cannot be read; 'dynamic' and null can"
+        )
+    return Hif8Config(casts_inputs=scheme == "dynamic")
 
 
 def parse_quantization_config(config: Mapping[str, Any]) -> BlockFp8Config | None:
@@ -97,8 +299,8 @@ def parse_quantization_config(config: Mapping[str, Any]) -> BlockFp8Config | Non
     method = found.get("quant_method")
     if method != "fp8":
         raise UserError(
-            f"config.json: checkpoints with quant_method {shown(method)} cannot be read; block FP8 ('fp8') and "
-            "'compressed-tensors' can"
+            f"config.json: checkpoints with quant_method {shown(method)} cannot be read; block FP8 ('fp8'), "
+            "'compressed-tensors', 'awq', 'gptq' and 'auto-round' can"
         )
     for key, allowed in _READABLE.items():
         value = found.get(key)

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from qwen_quantize.checkpoint.compressed_config import CompressedTensors
 from qwen_quantize.checkpoint.json_file import read_object
 from qwen_quantize.checkpoint.layouts import DEEPSEEK_FP8, BlockFp8Config, parse_quantization
 from qwen_quantize.checkpoint.local_files import contained_file, find_side_files
@@ -44,10 +43,10 @@ class PlannedSource:
         self._weight_map = missing.weight_map
         blueprint = require_blueprint(self.config)
         quantization = parse_quantization(self.config)
-        if isinstance(quantization, CompressedTensors):
+        if quantization is not None and not isinstance(quantization, BlockFp8Config):
             raise UserError(
-                f"{folder} lacks {self._shards()}, and what a compressed-tensors checkpoint holds cannot be "
-                "foretold from its config.json; download the model first"
+                f"{folder} lacks {self._shards()}, and what a checkpoint with {quantization.describe()} holds cannot "
+                "be foretold from its config.json; download the model first"
             )
         self._quantization: BlockFp8Config | None = quantization
         self._tensors: dict[str, TensorInfo] = {}

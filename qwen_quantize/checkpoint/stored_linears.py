@@ -10,16 +10,35 @@ import math
 import torch
 from torch import Tensor
 
-from qwen_quantize.checkpoint.compressed_config import CompressedTensors
-from qwen_quantize.checkpoint.integer_weights import scale_integers, unpack_columns, unpack_rows
-from qwen_quantize.checkpoint.layouts import BlockFp8Config
-from qwen_quantize.checkpoint.linear_storage import PLAIN_DTYPES, LinearStorage, StoredKind, StoredLinear
+from qwen_quantize.checkpoint.awq_layout import unpack_interleaved
+from qwen_quantize.checkpoint.gptq_layout import GptqConfig, unpack_transposed
+from qwen_quantize.checkpoint.integer_weights import (
+    scale_integers,
+    unpack_columns,
+    unpack_rows,
+    unpack_sixes,
+)
+from qwen_quantize.checkpoint.layout_parts import read_scale
+from qwen_quantize.checkpoint.layouts import BlockFp8Config, Quantization
+from qwen_quantize.checkpoint.linear_parts import PLAIN_DTYPES, WEIGHT_SUFFIXES, StoredKind, StoredLinear
+from qwen_quantize.checkpoint.linear_storage import LinearStorage
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.block_kernels import dequantize_blocks
-from qwen_quantize.formats.tables import E4M3FN
+from qwen_quantize.formats.packing import unpack_nibble_pairs
+from qwen_quantize.formats.spec import Format
+from qwen_quantize.formats.tables import E2M1, E2M3, E4M3FN, HIF8
 
-__all__ = ["PLAIN_DTYPES", "LinearReader", "StoredKind", "StoredLinear"]
+__all__ = ["PLAIN_DTYPES", "WEIGHT_SUFFIXES", "LinearReader", "StoredKind", "StoredLinear"]
+
+# Elements in groups along a row, a byte each or packed.
+_GROUPED: dict[StoredKind, Format] = {
+    StoredKind.MXFP8: E4M3FN,
+    StoredKind.MXFP6: E2M3,
+    StoredKind.MXFP4: E2M1,
+    StoredKind.NVFP4: E2M1,
+    StoredKind.HIF8: HIF8,
+}
 
 
 class LinearReader:
@@ -30,18 +49,21 @@ class LinearReader:
         self._storage = LinearStorage(source)
 
     @property
-    def quantization(self) -> BlockFp8Config | CompressedTensors | None:
+    def quantization(self) -> Quantization | None:
         """What config.json says of quantized weights."""
         return self._storage.quantization
 
     @property
     def loss_warning(self) -> str | None:
         """One sentence where another tool has quantized the source; None for plain and published FP8 weights."""
-        if isinstance(self.quantization, CompressedTensors) and self.quantization.weights:
-            form = f"{self.quantization.describe()} of compressed-tensors"
+        quantization = self.quantization
+        if quantization is not None and not isinstance(quantization, BlockFp8Config):
+            form = quantization.describe()
         elif self.source.lossy_types:
             form = f"{' and '.join(self.source.lossy_types)} of GGUF"
         else:
+            form = ""
+        if not form:
             return None
         return (
             f"the weights of {self.source.path} have been quantized before, to {form}: what that lost is not "
@@ -104,6 +126,33 @@ class LinearReader:
                 return dequantize_blocks(codes, scale, E4M3FN, 1, max(stored.shape[1], 1))
             case StoredKind.INT8 | StoredKind.INT4:
                 return self._decode_integers(stored, start, stop)
+            case StoredKind.AWQ | StoredKind.GPTQ:
+                return self._decode_transposed(stored, start, stop)
+        return self._decode_grouped(stored, start, stop)
+
+    def _decode_grouped(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
+        fmt = _GROUPED[stored.kind]
+        codes = self.source.read_rows(stored.weight, start, stop)
+        if fmt == E2M1:
+            codes = unpack_nibble_pairs(codes)
+        elif fmt == E2M3:
+            codes = unpack_sixes(codes)
+        scale = read_scale(self.source.read_rows(str(stored.scale), start, stop))
+        if stored.tensor_scale is not None:
+            scale = scale * self._tensor_scale(stored.tensor_scale)
+        assert stored.group_size is not None
+        return dequantize_blocks(
+            codes.view(torch.uint8), scale.contiguous(), fmt, 1, max(stored.group_size, 1)
+        )
+
+    def _tensor_scale(self, name: str) -> Tensor:
+        """NVFP4's scale of a whole weight as it multiplies, float32 []; the file holds its reciprocal."""
+        divisor = self.source.read(name).float().reshape(())
+        if not 0 < float(divisor) < math.inf:
+            raise UserError(
+                f"{self.source.path}: tensor {name!r} holds {float(divisor)}; the scale of a weight is positive"
+            )
+        return 1 / divisor
 
     def _by_row(self, name: str, start: int, stop: int) -> Tensor:
         """float32 [rows, groups] of a scale or zero point that may be one for all rows."""
@@ -130,6 +179,28 @@ class LinearReader:
                 zero = self._by_row(stored.zero_point, start, stop)
         assert stored.group_size is not None
         return scale_integers(codes.float(), scale, zero, stored.group_size, index)
+
+    def _decode_transposed(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
+        """AWQ and GPTQ: the output features are the last dimension, so that all bytes are read for any rows."""
+        words, zeros = self.source.read(stored.weight), self.source.read(str(stored.zero_point))
+        scale = self.source.read(str(stored.scale)).float()[:, start:stop].t()
+        if stored.kind is StoredKind.AWQ:
+            first, last = start // 8, -(-stop // 8)
+            rows = slice(start - first * 8, stop - first * 8)
+            codes = unpack_interleaved(words[:, first:last])[:, rows].t()
+            zero = unpack_interleaved(zeros[:, first:last])[:, rows].t().float()
+        else:
+            config = self.quantization
+            assert isinstance(config, GptqConfig)
+            codes = unpack_transposed(words[:, start:stop], config.bits, stored.shape[1])
+            stored_zero = unpack_transposed(zeros.t(), config.bits, stored.shape[0])[:, start:stop].t()
+            offset = 1 if config.version == 1 else 0
+            zero = ((stored_zero.to(torch.int16) + offset) % (1 << config.bits)).float()
+        index = None
+        if stored.group_index is not None:
+            index = self._read_index(stored.group_index, scale.shape[1])
+        assert stored.group_size is not None
+        return scale_integers(codes.float().contiguous(), scale, zero, stored.group_size, index)
 
     def _read_index(self, name: str, groups: int) -> Tensor | None:
         index = self.source.read(name).long()

@@ -202,6 +202,93 @@ def test_fp8_in_blocks(tmp_path: Path, structure: object) -> None:
     assert torch.equal(linears.read_codes(NAME, 1, 2)[1], scale[1:])
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+FP4_BYTES = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2] * 2, dtype=torch.uint8)
+MX_SCALES = torch.tensor([[127], [130]], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_mxfp4(tmp_path: Path, dtype: torch.dtype) -> None:
+    quantization = settings(
+        "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32,
+        scale_dtype="torch.uint8",
+    )  # fmt: skip
+    linears = reader(tmp_path, quantization, weight_packed=FP4_BYTES, weight_scale=MX_SCALES.view(dtype))
+    same(linears, StoredKind.MXFP4, torch.stack([E2M1.repeat(2), E2M1.repeat(2) * 8]))
+    assert linears.loss_warning is not None
+    assert "fp4 (mxfp4-pack-quantized)" in linears.loss_warning
+
+
+def test_mxfp6(tmp_path: Path) -> None:
+    """Bytes 81 30 FC hold the codes 1, 2, 3 and 63: 1/8, 1/4, 3/8 and -7.5."""
+    quantization = settings(None, num_bits=6, type="float", strategy="group", group_size=32)
+    packed = torch.tensor([[0x81, 0x30, 0xFC] * 8] * 2, dtype=torch.uint8)
+    linears = reader(tmp_path, quantization, weight_packed=packed, weight_scale=MX_SCALES)
+    row = torch.tensor([0.125, 0.25, 0.375, -7.5] * 8)
+    same(linears, StoredKind.MXFP6, torch.stack([row, row * 8]))
+
+
+def test_mxfp8(tmp_path: Path) -> None:
+    quantization = settings(
+        "mxfp8-quantized",
+        num_bits=8,
+        type="float",
+        strategy="group",
+        group_size=32,
+        scale_dtype="torch.uint8",
+    )
+    codes = torch.tensor([[0x38, 0xC4] * 16] * 2, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    linears = reader(tmp_path, quantization, weight=codes, weight_scale=MX_SCALES)
+    row = torch.tensor([1.0, -3.0] * 16)
+    same(linears, StoredKind.MXFP8, torch.stack([row, row * 8]))
+
+
+NVFP4 = settings(
+    "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16,
+    scale_dtype="torch.float8_e4m3fn",
+)  # fmt: skip
+NVFP4_TENSORS = {
+    "weight_packed": FP4_BYTES,
+    "weight_scale": torch.tensor([[1.0, 2.0], [240.0, 0.5]]).to(torch.float8_e4m3fn),
+    "weight_global_scale": torch.tensor([4.0]),
+}
+
+
+def test_nvfp4(tmp_path: Path) -> None:
+    """The scale of the whole weight divides."""
+    linears = reader(tmp_path, NVFP4, **NVFP4_TENSORS)
+    rows = torch.stack([torch.cat([E2M1, E2M1 * 2]), torch.cat([E2M1 * 240, E2M1 / 2])])
+    same(linears, StoredKind.NVFP4, rows / 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"weight_scale": None}, ("weight_scale", "missing")),
+        ({"weight_global_scale": None}, ("weight_global_scale", "missing")),
+        ({"weight_global_scale": torch.ones(2)}, ("weight_global_scale", "[2]")),
+        ({"weight_global_scale": torch.ones(1).half()}, ("weight_global_scale", "F16")),
+        ({"weight_global_scale": torch.zeros(1)}, ("weight_global_scale", "0.0")),
+        ({"weight_global_scale": torch.tensor([float("nan")])}, ("weight_global_scale", "nan")),
+        ({"weight_global_scale": -torch.ones(1)}, ("weight_global_scale", "-1.0")),
+        ({"weight_scale": torch.ones(2, 2)}, ("weight_scale", "F32", "F8_E4M3")),
+        ({"weight_scale": torch.ones(2, 3).to(torch.float8_e4m3fn)}, ("weight_scale", "[2, 3]", "tensor_group")),
+        ({"weight_packed": FP4_BYTES[:, :-1]}, ("weight_scale", "[2, 15]")),
+        ({"weight_packed": FP4_BYTES[0]}, ("weight_packed", "two dimensions")),
+        ({"weight_packed": FP4_BYTES.view(torch.int8)}, ("weight_packed", "I8")),
+        ({"weight_zero_point": torch.zeros(2, 2)}, ("weight_zero_point", "left over")),
+    ],
+)  # fmt: skip
+def test_nvfp4_that_does_not_fit(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], expected: tuple[str, ...]
+) -> None:
+    tensors = {name: tensor for name, tensor in (NVFP4_TENSORS | change).items() if tensor is not None}
+    with pytest.raises(UserError) as caught:
+        reader(tmp_path, NVFP4, **tensors).read(NAME)
+    for word in (NAME, *expected):
+        assert word in str(caught.value)
+
+
 def test_static_scales_of_activations_go_with_the_old_weight(tmp_path: Path) -> None:
     quantization = settings("float-quantized", num_bits=8, type="float", strategy="tensor")
     scale = torch.tensor([0.1])
@@ -273,12 +360,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
         (settings(format_, num_bits=4, type="float", strategy="group", group_size=32), format_)
         for format_ in (
-            "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "sparse-24-bitmask", "marlin-24", "x"
+            "nvfp4-e5m3-pack-quantized", "sparse-24-bitmask", "marlin-24", "x"
         )
     ),
     (settings(None, num_bits=3, strategy="channel"), "num_bits"),
     (settings(None, num_bits=True, strategy="channel"), "num_bits"),
-    (settings(None, num_bits=4, type="float", strategy="channel"), "num_bits"),
+    (settings(None, num_bits=5, type="float", strategy="channel"), "num_bits"),
+    (settings(None, num_bits=4, type="float", strategy="channel"), "strategy"),
+    (settings(None, num_bits=6, type="float", strategy="tensor_group", group_size=16), "strategy"),
+    (settings(None, num_bits=4, type="float", strategy="tensor_group"), "group_size"),
     (settings(None, num_bits=8, type="complex"), "type"),
     (settings(None, num_bits=8, type=["int"]), "type"),
     (settings(None, num_bits=8, strategy="block", block_structure=[2, 2]), "strategy"),
@@ -306,18 +396,37 @@ def test_schemes_that_cannot_be_read(tmp_path: Path, quantization: dict[str, Any
 VALUES = (
     st.none()
     | st.booleans()
-    | st.sampled_from([4, 8, -1, 0, 128, 10**400, 0.5, "int", "float", "tensor", "channel", "group", "block"])
+    | st.sampled_from(
+        [4, 6, 8, -1, 0, 32, 10**400, 0.5, "int", "float", "tensor", "channel", "group", "block"]
+    )
+    | st.sampled_from(
+        ["token", "tensor_group", "local", "torch.uint8", "torch.float8_e4m3fn", ["Linear"], "re:["]
+    )
     | st.sampled_from(
         ["128x128", "x", "٣x٣", "pack-quantized", "dense", [128, 128], [], [True, 1], ["a", 1], {}]
     )
 )
 WEIGHTS = st.dictionaries(
     st.sampled_from(
-        ["num_bits", "type", "strategy", "group_size", "block_structure", "scale_dtype", "dynamic"]
+        [
+            "num_bits",
+            "type",
+            "strategy",
+            "group_size",
+            "block_structure",
+            "scale_dtype",
+            "dynamic",
+            "symmetric",
+        ]
     ),
     VALUES,
 )
-GROUP = st.fixed_dictionaries({}, optional={"weights": VALUES | WEIGHTS, "format": VALUES, "targets": VALUES})
+GROUP = st.fixed_dictionaries(
+    {},
+    optional={
+        "weights": VALUES | WEIGHTS, "input_activations": VALUES | WEIGHTS, "format": VALUES, "targets": VALUES,
+    },
+)  # fmt: skip
 
 
 @effort(max_examples=300, deadline=None)
@@ -336,6 +445,6 @@ def test_any_config_is_read_or_refused(found: dict[str, Any]) -> None:
     assert refusal == "" or refusal.startswith("config.json: ")
     assert "\n" not in refusal
     for weights in parsed.weights:
-        assert weights.bits in (4, 8)
-        assert (weights.strategy == "group") == (weights.group_size is not None)
+        assert weights.bits in (4, 6, 8)
+        assert (weights.strategy in ("group", "tensor_group")) == (weights.group_size is not None)
         assert (weights.strategy == "block") == (weights.block is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,7 @@ def test_refusals(
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "mxfp4", "modelopt"])
-def test_other_methods_are_refused_when_opened(tmp_path: Path, method: str) -> None:
-    with pytest.raises(UserError, match=rf"'{method}'.*'fp8'.*compressed-tensors"):
+@pytest.mark.parametrize("method", ["mxfp4", "modelopt", "quark", None, ["gptq"]])
+def test_other_methods_are_refused_when_opened(tmp_path: Path, method: object) -> None:
+    with pytest.raises(UserError, match=rf"{re.escape(str(method))}.*'fp8'.*compressed-tensors.*awq.*gptq"):
         reader(tmp_path, {f"{NAME}.weight": VALUES}, {"quant_method": method})
