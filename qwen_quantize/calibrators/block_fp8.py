@@ -13,7 +13,7 @@ from qwen_quantize.calibrators.hessian import DAMPING
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
 from qwen_quantize.calibrators.scale_search import search_exponents
 from qwen_quantize.formats.block_kernels import dequantize_blocks, quantize_blocks
-from qwen_quantize.formats.blocks import block_amax, expand_scale
+from qwen_quantize.formats.blocks import QuantizedTensor, block_amax, expand_scale
 from qwen_quantize.formats.scales import ScaleRule, scale_exponents
 from qwen_quantize.formats.spec import FloatFormat
 
@@ -69,7 +69,7 @@ def _solve_strip(problem: LayerProblem, weight: Tensor, column_weight: Tensor | 
     assert isinstance(format, FloatFormat)
     rows, columns = spec.granularity.rows, spec.granularity.cols
     weight = weight.contiguous()
-    target = weight if problem.gain is None else weight * problem.gain
+    target = problem.towards(weight)
     choice = search_exponents(target, format, problem.weight_cast, rows, columns, column_weight)
 
     def rounded(values: Tensor, exponents: Tensor) -> Tensor:
@@ -140,8 +140,14 @@ def _solution(problem: LayerProblem, strips: list[_Strip]) -> LayerSolution:
     granularity = problem.scheme.weight.granularity
     zero = sum(strip.zero_blocks for strip in strips)
     return LayerSolution(
-        codes=strips[0].codes if len(strips) == 1 else torch.cat([strip.codes for strip in strips]),
-        exponents=exponents,
+        quantized=QuantizedTensor(
+            codes=strips[0].codes if len(strips) == 1 else torch.cat([strip.codes for strip in strips]),
+            scale=exact_scale(exponents),
+            zero_point=None,
+            format=problem.scheme.weight.format,
+            granularity=granularity,
+            shape=tuple(problem.weight.shape),
+        ),
         error=sum(strip.error for strip in strips) / signal if signal > 0 else 0.0,
         baseline_error=sum(strip.baseline_error for strip in strips) / signal if signal > 0 else 0.0,
         weight_sqnr_db=10 * math.log10(weight_square / noise) if noise > 0 < weight_square else math.inf,

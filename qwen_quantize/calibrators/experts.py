@@ -44,6 +44,8 @@ def shrunk(own: InputStatistics, everyone: InputStatistics, needed: int) -> Inpu
     share = missing * mean_weight / everyone.weight_total
     for mine, theirs in zip(own.second_moments, everyone.second_moments, strict=True):
         mine.add_(theirs, alpha=share)
+    for mine, theirs in zip(own.cross_moments, everyone.cross_moments, strict=True):
+        mine.add_(theirs, alpha=share)
     tokens = missing / everyone.tokens
     return replace(
         own,

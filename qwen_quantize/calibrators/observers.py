@@ -13,6 +13,18 @@ from qwen_quantize.calibrators.native import exponent_mantissa_histogram
 _BLOCK = 192  # columns of a second moment that one matrix product makes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenSample:
+    """Some tokens of a stream. inputs: [n, K] float32 as the chip's cast leaves them; weight: [n] float32."""
+
+    inputs: Tensor
+    weight: Tensor
+
+    def every_other(self, first: int) -> TokenSample:
+        """The tokens first, first + 2, ..."""
+        return TokenSample(self.inputs[first::2], self.weight[first::2])
+
+
 @dataclass(frozen=True, slots=True)
 class InputStatistics:
     """What calibration saw at one stream of K features.
@@ -22,7 +34,8 @@ class InputStatistics:
     second_moments: [k, k] float64 sums of w Q(x) Q(x)^T over consecutive ranges of features, commonly one of
     all K; Q is the chip's cast (the identity without one) and w the token's weight. () when only the cheap
     statistics were asked for. cross: [K] float64 sum of w x Q(x), each feature with itself, gathered with the
-    second moments. weight_total: the sum of the weights.
+    second moments; cross_moments: [k, k] float64 sums of w x Q(x)^T over the same ranges, if asked for.
+    weight_total: the sum of the weights. sample: tokens spread over all that were seen, if asked for.
     """
 
     tokens: int
@@ -33,6 +46,8 @@ class InputStatistics:
     second_moments: tuple[Tensor, ...]
     cross: Tensor
     weight_total: float
+    sample: TokenSample | None = None
+    cross_moments: tuple[Tensor, ...] = ()
 
     def mean_square(self) -> Tensor:
         """[K] float64 E[x^2] of each feature."""
@@ -49,11 +64,18 @@ class InputObserver:
     """Accumulates `InputStatistics` over calls with [tokens, K] float32 inputs.
 
     cast: the chip's cast of this input, or None. moment_ranges: sizes of the ranges of features whose second
-    moments are gathered, summing to K; () for the cheap statistics alone.
+    moments are gathered, summing to K; () for the cheap statistics alone. sample_tokens: how many tokens to keep
+    at most. crossed: gather the full cross moments too.
     """
 
     def __init__(
-        self, features: int, cast: Callable[[Tensor], Tensor] | None, moment_ranges: Sequence[int]
+        self,
+        features: int,
+        cast: Callable[[Tensor], Tensor] | None,
+        moment_ranges: Sequence[int],
+        sample_tokens: int = 0,
+        *,
+        crossed: bool = False,
     ) -> None:
         if moment_ranges and sum(moment_ranges) != features:
             raise ValueError(f"ranges {list(moment_ranges)} do not make {features} features")
@@ -65,7 +87,9 @@ class InputObserver:
         self.histogram = torch.zeros(256, 8, dtype=torch.int64)
         self.second_moments = tuple(torch.zeros(k, k, dtype=torch.float64) for k in moment_ranges)
         self.cross = torch.zeros(features, dtype=torch.float64)
+        self.cross_moments = tuple(torch.zeros_like(moment) for moment in self.second_moments if crossed)
         self.weight_total = 0.0
+        self.sample = None if sample_tokens == 0 else _Sampler(features, sample_tokens)
 
     def observe(self, x: Tensor, weight: Tensor | None = None) -> None:
         """x: [tokens, K] float32, as the linear receives it before the chip's cast; weight: [tokens] or None."""
@@ -78,9 +102,13 @@ class InputObserver:
         self.squares += x.square().sum(dim=0)
         self.histogram += exponent_mantissa_histogram(x)
         self.weight_total += x.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
-        if not self.second_moments:
+        if not self.second_moments and self.sample is None:
             return
         seen = x if self.cast is None else self.cast(x)
+        if self.sample is not None:
+            self.sample.add(seen, weight)
+        if not self.second_moments:
+            return
         weighted = seen if weight is None else seen * weight.unsqueeze(1)
         self.cross += (weighted * x).sum(dim=0)
         begin = 0
@@ -90,6 +118,13 @@ class InputObserver:
                 last = min(first + _BLOCK, end)
                 product = weighted[:, first:last].T @ seen[:, first:end]
                 moment[first - begin : last - begin, first - begin :] += product
+            begin = end
+        begin = 0
+        for moment in self.cross_moments:
+            end = begin + moment.shape[0]
+            for first in range(begin, end, _BLOCK):
+                last = min(first + _BLOCK, end)
+                moment[first - begin : last - begin] += x[:, first:last].T @ weighted[:, begin:end]
             begin = end
 
     def statistics(self) -> InputStatistics:
@@ -104,7 +139,38 @@ class InputObserver:
             self.second_moments,
             self.cross,
             self.weight_total,
+            None if self.sample is None else self.sample.kept(),
+            self.cross_moments,
         )
+
+
+class _Sampler:
+    """Every stride-th token of a stream of unknown length; the stride doubles whenever too many are kept."""
+
+    def __init__(self, features: int, most: int) -> None:
+        self._most = most
+        self._stride = 1
+        self._seen = 0
+        self._inputs = torch.empty(0, features)
+        self._weight = torch.empty(0)
+
+    def add(self, x: Tensor, weight: Tensor | None) -> None:
+        """x: [tokens, K]; weight: [tokens] or None."""
+        while True:
+            first = -self._seen % self._stride
+            count = len(range(first, x.shape[0], self._stride))
+            if self._inputs.shape[0] + count <= self._most:
+                break
+            self._stride *= 2
+            self._inputs, self._weight = self._inputs[::2], self._weight[::2]
+        self._seen += x.shape[0]
+        chosen = slice(first, None, self._stride)
+        self._inputs = torch.cat([self._inputs, x[chosen]])
+        kept = torch.ones(count) if weight is None else weight[chosen]
+        self._weight = torch.cat([self._weight, kept])
+
+    def kept(self) -> TokenSample:
+        return TokenSample(self._inputs, self._weight)
 
 
 def _mirror(moment: Tensor) -> None:
@@ -133,6 +199,12 @@ def residual_weight(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 def merge_statistics(a: InputStatistics, b: InputStatistics) -> InputStatistics:
     """The statistics of both inputs together; integer counts exactly, sums within float64 rounding."""
     moments = zip(a.second_moments, b.second_moments, strict=True)
+    samples = [part.sample for part in (a, b) if part.sample is not None]
+    sample = (
+        TokenSample(torch.cat([s.inputs for s in samples]), torch.cat([s.weight for s in samples]))
+        if samples
+        else None
+    )
     return InputStatistics(
         tokens=a.tokens + b.tokens,
         amax=torch.maximum(a.amax, b.amax),
@@ -142,4 +214,8 @@ def merge_statistics(a: InputStatistics, b: InputStatistics) -> InputStatistics:
         second_moments=tuple(mine + theirs for mine, theirs in moments),
         cross=a.cross + b.cross,
         weight_total=a.weight_total + b.weight_total,
+        sample=sample,
+        cross_moments=tuple(
+            mine + theirs for mine, theirs in zip(a.cross_moments, b.cross_moments, strict=True)
+        ),
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from qwen_quantize.calibrators.observers import InputStatistics
+from qwen_quantize.formats.blocks import QuantizedTensor
 from qwen_quantize.formats.cast_rule import CastRule
 from qwen_quantize.formats.schemes import Scheme
 
@@ -32,7 +34,10 @@ class LayerProblem:
     `factors` may be shared by all linears of one stream: they are computed once. There is one for all
     features, or one for each of several ranges of features, which are then compensated separately (what a
     memory ceiling may ask for). gain: [in] float32, what each column is worth more because the chip's cast
-    shrinks (or widens) the input it meets; None for 1.
+    shrinks (or widens) the input it meets; None for 1. maps: [k, k] float32 for each range of features, what
+    the weights are multiplied with instead, gain included, where other features' values tell what the cast
+    took as well; () for the gain alone. tensor_scale: the second scale of schemes that have one, where several
+    linears must share it; None for the weight's own.
     """
 
     name: str
@@ -42,22 +47,31 @@ class LayerProblem:
     statistics: InputStatistics | None = None
     factors: tuple[HessianFactor, ...] = ()
     gain: Tensor | None = None
+    tensor_scale: float | None = None
+    maps: tuple[Tensor, ...] = ()
+
+    def towards(self, weight: Tensor) -> Tensor:
+        """What some rows [n, in] of the weight are to become before they are rounded."""
+        if self.maps:
+            parts = torch.split(weight, [part.shape[0] for part in self.maps], dim=1)
+            return torch.cat([part @ by for part, by in zip(parts, self.maps, strict=True)], dim=1)
+        return weight if self.gain is None else weight * self.gain
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSolution:
-    """codes: [out, in] uint8; exponents: int32 grid of E8M0 scales, 2^e multiplies a block.
+    """A solved linear, [out, in].
 
     error: relative error on the solver's objective (output error with data, weight error without);
-    baseline_error: the same for round-to-nearest with the rceil rule; weight_sqnr_db: of the weights alone.
+    baseline_error: the same for plain rounding, whose scales come from each region's largest magnitude;
+    weight_sqnr_db: of the weights alone. searched_blocks: regions whose scale is not the baseline's.
     """
 
-    codes: Tensor
-    exponents: Tensor
+    quantized: QuantizedTensor
     error: float
     baseline_error: float
     weight_sqnr_db: float
-    searched_blocks: int  # blocks whose exponent differs from the rceil rule's
+    searched_blocks: int
     zero_blocks: int
     partial_blocks: int
     notes: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from qwen_quantize.calibrators.block_convert import (
     quantize_rows,
     requantize_blocks,
 )
-from qwen_quantize.calibrators.block_fp8 import solve_block_fp8
+from qwen_quantize.calibrators.block_fp8 import exact_scale, solve_block_fp8
 from qwen_quantize.calibrators.problem import LayerProblem
 from qwen_quantize.calibrators.scale_search import search_exponents
 from qwen_quantize.formats.block_kernels import dequantize_blocks
@@ -49,8 +49,8 @@ def check(
     choice = search_exponents(weight, E4M3FN, rule, *block, None)
     scheme = SCHEMES["ue8m0"].with_block(*block)
     solution = solve_block_fp8(LayerProblem("x", weight, scheme, rule))
-    assert torch.equal(found.codes, solution.codes)
-    assert torch.equal(found.exponents, solution.exponents)
+    assert torch.equal(found.codes, solution.quantized.codes)
+    assert torch.equal(exact_scale(found.exponents), solution.quantized.scale)
     assert found.searched_blocks == solution.searched_blocks
     assert found.zero_blocks == solution.zero_blocks
     assert found.noise == pytest.approx(float(choice.errors.sum()), rel=1e-9, abs=0)
