@@ -7,11 +7,18 @@ and the reason names the value that cannot be told apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from qwen_quantize.chip_profiles.probe_fit import DETAILS, LONGEST, Fit
-from qwen_quantize.chip_profiles.probe_model import Seen, SumModel, as_steps_of_one, explained, with_unit
+from qwen_quantize.chip_profiles.probe_model import (
+    Seen,
+    SumModel,
+    as_steps_of_one,
+    explained,
+    thinned,
+    with_unit,
+)
 from qwen_quantize.formats.cast_rule import Overflow, Rounding
 from qwen_quantize.formats.dot_record import DOT_ROUNDINGS, Joining, Order, Register
 from qwen_quantize.formats.tables import FP32
@@ -41,7 +48,7 @@ def decide(found: Fit) -> tuple[Parameter, ...]:
     if not whole:
         return tuple(Parameter(name, None, UNKNOWN, "no model explains what was seen") for name in _NAMES)
     judge = _Judge(found.model, whole)
-    parameters = [_order(judge), _accumulator(judge)]
+    parameters = [_limited(_order(judge), found), _accumulator(judge)]
     if judge.model.unit.order is Order.ALIGNED:
         parameters += [
             judge.field("fraction_bits", [None, *range(1, _MOST_FRACTION_BITS + 1)], "exact"),
@@ -92,12 +99,22 @@ class _Judge:
         self._short = [seen for seen in whole if not seen.name.startswith("random long")]
         self._long = [seen for seen in whole if seen.name.startswith("random long")]
 
-    def conflict(self, other: SumModel, shown_by: tuple[str, ...] = ()) -> str | None:
-        """The first group that `other` does not explain; only the short ones unless `shown_by` names some."""
+    def conflict(
+        self, other: SumModel, shown_by: tuple[str, ...] = (), likely: Collection[str] = ()
+    ) -> str | None:
+        """A group that `other` does not explain; only the short ones unless `shown_by` names some.
+
+        The `likely` ones are tried first, and a part of each random group before its whole.
+        """
         groups = self._short
         if shown_by:
             groups = [seen for seen in (*self._short, *self._long) if seen.name.startswith(shown_by)]
-        return next((seen.name for seen in groups if explained(other, seen) < 1.0), None)
+        groups = sorted(groups, key=lambda seen: seen.name not in likely)
+        whole = [seen for seen in groups if not seen.paired]
+        for seen in (*map(thinned, groups), *whole):
+            if explained(other, seen) < 1.0:
+                return seen.name
+        return None
 
     def judge(
         self,
@@ -113,11 +130,10 @@ class _Judge:
             if other is None:
                 continue
             tried += 1
-            group = self.conflict(other, shown_by)
+            group = self.conflict(other, shown_by, evidence)
             if group is None:
-                return Parameter(
-                    name, None, UNKNOWN, f"{value} and {text} give the same bits in all that was seen"
-                )
+                why = f"not observable: {value} and {text} give the same bits in all that was seen"
+                return Parameter(name, None, UNKNOWN, why)
             evidence[group] = None
         if not tried:
             return Parameter(name, None, UNKNOWN, "nothing else could be tried against it")
@@ -190,6 +206,18 @@ def _order(judge: _Judge) -> Parameter:
                 (f"exact steps of {products}", with_unit(replace(model, lanes=1, block=None), **steps))
             )
     return judge.judge("order", describe(model), others)
+
+
+def _limited(order: Parameter, found: Fit) -> Parameter:
+    """`order` with the longest K that it holds for, where longer sums are not explained."""
+    held = {seen.name for seen in found.whole}
+    sums = {seen.name: seen.a.shape[1] for seen in found.groups if seen.name.startswith("random")}
+    beyond = sorted({k for name, k in sums.items() if name not in held})
+    if not beyond:
+        return order
+    longest = max((k for name, k in sums.items() if name in held), default=0)
+    limit = f"; seen up to K = {longest}, not all sums of K = {', '.join(map(str, beyond))} are explained"
+    return replace(order, why=order.why + limit)
 
 
 def _register(judge: _Judge, whole: Sequence[Seen], order: Parameter) -> list[Parameter]:

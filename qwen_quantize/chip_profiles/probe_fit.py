@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -24,16 +24,24 @@ from qwen_quantize.chip_profiles.probe_model import (
     ask_paired,
     explained,
     score,
+    thinned,
     with_unit,
 )
+from qwen_quantize.chip_profiles.probe_options import (
+    flushes,
+    intervals,
+    output_rules,
+    ranges,
+    registers,
+    second_shifts,
+    shifts,
+)
 from qwen_quantize.chip_profiles.probe_vectors import FAR, step_width, targeted
-from qwen_quantize.formats.cast_rule import Overflow, Rounding
+from qwen_quantize.formats.cast_rule import Rounding
 from qwen_quantize.formats.dot_record import (
-    DOT_ROUNDINGS,
     DotUnit,
     Joining,
     Order,
-    Register,
     SumOverflow,
     TwoStage,
 )
@@ -41,7 +49,6 @@ from qwen_quantize.formats.spec import FloatFormat
 from qwen_quantize.formats.tables import FP32
 
 LONGEST = 4096  # products of the longest sums that are looked at
-DEEPEST_FRACTION = 45
 _CORPORA = (
     ("mixed", 64),
     ("zero_sum", 128),
@@ -51,6 +58,8 @@ _CORPORA = (
     ("tiny", 128),
 )
 _ENOUGH = 1.0
+_LEAST = 1e-12
+_FINALISTS = 4
 _HOPELESS = 0.6  # a structure that explains less is another one
 # Fields that only special inputs show: their values, and the groups that show them.
 DETAILS: tuple[tuple[str, tuple[object, ...], tuple[str, ...]], ...] = (
@@ -89,11 +98,12 @@ def fit(device: ProbedDevice, pair: Pair) -> Fit:
     for kind, k in _CORPORA:
         groups.append(ask(device, pair, f"random {kind}", *operands(fmt, kind, ROWS, ROWS, k, seed=1)))
     same = _interchangeable(device, pair, fmt)
+    groups += _two_steps(device, pair, fmt, same)
     searched = [seen for seen in groups if seen.name.startswith(("1", "2", "4", "5", "8", "random"))]
     searched = [seen for seen in searched if seen.name[:2] not in ("12", "13")]
     output = [seen for seen in groups if seen.name.startswith("13")]
     best, reached = None, -1.0
-    for start in _starts(fmt, pair, same, searched):
+    for start in _starts(fmt, pair, same, groups):
         model = _search(start, searched, output)
         found = score(model, searched)
         if best is None or found > reached:
@@ -105,9 +115,7 @@ def fit(device: ProbedDevice, pair: Pair) -> Fit:
         ask(device, pair, f"random long {kind}", *operands(fmt, kind, ROWS, ROWS, LONGEST // 2, seed=2))
         for kind in ("zero_sum", "normal")
     ]
-    best = _details(
-        _best(best, _ranges(best), [seen for seen in groups if seen.name.startswith("7")]), groups
-    )
+    best = _details(_best(best, ranges(best), [seen for seen in groups if seen.name.startswith("7")]), groups)
     best = _promoted(device, pair, fmt, best, [*searched, *long])
     depth = [best.unit.fraction_bits] if best.unit.fraction_bits else [23]
     powers = {2 * min(7, fmt.emax - 1) - bits + shift for bits in depth for shift in (0, 1)}
@@ -139,6 +147,19 @@ def _interchangeable(device: ProbedDevice, pair: Pair, fmt: FloatFormat) -> tupl
     return tuple(found)
 
 
+def _gap(same: Sequence[int]) -> int:
+    """The smallest distance at which two products may not change places."""
+    return next((k for k in range(1, FAR + 1) if k not in same), FAR)
+
+
+def _two_steps(device: ProbedDevice, pair: Pair, fmt: FloatFormat, same: Sequence[int]) -> list[Seen]:
+    """Sums so short that no more than two steps and hardly a promotion take part."""
+    width = _gap(same)
+    kinds = ("mixed", "zero_sum", "same_sign", "normal")
+    asked = [(kind, operands(fmt, kind, ROWS, ROWS, 2 * width, seed=4)) for kind in kinds]
+    return [ask(device, pair, f"random short {kind}", a, b) for kind, (a, b) in asked]
+
+
 def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     return bool((x.contiguous().view(torch.int32) == y.contiguous().view(torch.int32)).all())
 
@@ -147,7 +168,7 @@ def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _starts(fmt: FloatFormat, pair: Pair, same: Sequence[int], groups: Sequence[Seen]) -> Iterable[SumModel]:
-    gap = next((k for k in range(1, FAR + 1) if k not in same), FAR)
+    gap = _gap(same)
     even_gap = next((k for k in range(2, FAR + 1, 2) if k not in same), FAR)
     if gap == 1 and even_gap > 2:  # even and odd products are added apart
         yield _two_stage(fmt, pair, even_gap, lanes=2)
@@ -157,9 +178,9 @@ def _starts(fmt: FloatFormat, pair: Pair, same: Sequence[int], groups: Sequence[
     widths = (gap,) if not short else (1, 2)
     for width in widths:
         unit = DotUnit("found", fmt, fmt, Order.ALIGNED, products=width, fraction_bits=24)
-        yield from _with_inputs(SumModel(unit, pair.output), pair)
+        yield _with_inputs(SumModel(unit, pair.output), pair, groups)
     for width in widths:
-        yield from _with_inputs(_two_stage(fmt, pair, width), pair)
+        yield _with_inputs(_two_stage(fmt, pair, width), pair, groups)
         separate = DotUnit(
             "found", fmt, fmt, Order.ALIGNED, products=width, fraction_bits=24, joining=Joining.SEPARATE
         )
@@ -176,14 +197,13 @@ def _two_stage(fmt: FloatFormat, pair: Pair, width: int, lanes: int = 1) -> SumM
     return SumModel(unit, pair.output)
 
 
-def _with_inputs(model: SumModel, pair: Pair) -> Iterable[SumModel]:
-    if pair.operands != "tf32":
-        yield model
-        return
-    for rounding in (Rounding.RTZ, Rounding.RNE, Rounding.RNA):
-        changed = with_unit(model, input_rounding=rounding)
-        if changed is not None:
-            yield changed
+def _with_inputs(model: SumModel, pair: Pair, groups: Sequence[Seen]) -> SumModel:
+    """The model with the rounding of its inputs, which products of one factor 1 show whatever the sums are."""
+    wide = [seen for seen in groups if seen.name.startswith("10")]
+    start = with_unit(model, input_rounding=Rounding.RTZ) if pair.operands == "tf32" else None
+    if start is None:
+        return model
+    return _best(start, (with_unit(model, input_rounding=how) for how in (Rounding.RNE, Rounding.RNA)), wide)
 
 
 def _float32_orders(fmt: FloatFormat, pair: Pair, groups: Sequence[Seen]) -> list[SumModel]:
@@ -205,7 +225,9 @@ def _float32_orders(fmt: FloatFormat, pair: Pair, groups: Sequence[Seen]) -> lis
         for lanes, block in itertools.product((2, 4, 8, 16), (None, 16, 32, 64)):
             found.append(SumModel(make(Order.FMA), pair.output, lanes=lanes, block=block))
     few = [
-        seen for seen in groups if seen.name.startswith(("random mixed", "random zero", "random sparse", "8"))
+        thinned(seen)
+        for seen in groups
+        if seen.name.startswith(("random mixed", "random zero", "random sparse", "8"))
     ]
     return sorted(found, key=lambda model: -score(model, few))[:2]
 
@@ -214,57 +236,88 @@ def _float32_orders(fmt: FloatFormat, pair: Pair, groups: Sequence[Seen]) -> lis
 
 
 def _search(model: SumModel, groups: Sequence[Seen], output: Sequence[Seen]) -> SumModel:
-    near = [seen for seen in groups if seen.name.startswith(("1", "2"))]
-    steps = [
-        seen
-        for seen in groups
-        if seen.name.startswith(("4", "5", "random mixed", "random zero", "random same"))
-    ]
-    tiny = [seen for seen in groups if seen.name.startswith(("random tiny", "random normal"))]
+    near, two = _named(groups, "1 ", "1b", "2"), _named(groups, "random short")
+    steps = [*two, *_named(groups, "4", "5", "random mixed", "random zero", "random same")]
+    tiny = _named(groups, "random tiny", "random normal")
     if model.output != "fp32":
-        model = _best(model, _output_rules(model), output)
+        model = _best(model, output_rules(model), output)
     if model.unit.order is not Order.ALIGNED or score(model, groups) == _ENOUGH:
         return model
-    if (model.unit.products or 0) < 3:
+    width = model.unit.products or 1
+    depths = _depths(near) if width > 2 else ()
+    if width < 3:
         near = [*near, *steps]
     if model.unit.two_stage is not None:
-        return _search_two_stage(model, near, groups)
+        return _search_two_stage(model, near, groups, depths)
     for attempt in range(3):
         before = model
-        of_shift = near if attempt == 0 else [*near, *steps]
-        model = _best(model, _shifts(model), of_shift)
-        model = _best(model, _intervals(model), steps)
-        model = _best(model, _registers(model), steps)
-        model = _best(model, _ranges(model), groups)
-        model = _best(model, _flushes(model), tiny)
-        model = _best(model, _intervals(model), groups)
+        model = _best(model, shifts(model, depths), near if attempt == 0 else [*near, *steps])
+        if attempt == 0:  # two steps are over before most intervals are
+            model = _best(model, registers(model, (None, width)), two)
+        model = _best(model, intervals(model), steps)
+        model = _best(model, registers(model, (model.unit.promotion_interval,)), steps)
+        model = _best(model, ranges(model), groups)
+        model = _best(model, flushes(model), tiny)
+        model = _best(model, intervals(model), groups)
         if model.output != "fp32":
-            model = _best(model, _output_rules(model), output)
+            model = _best(model, output_rules(model), output)
         reached = score(model, groups)
         if model == before or reached == _ENOUGH or reached < _HOPELESS:
             break
     return model
 
 
-def _search_two_stage(model: SumModel, near: Sequence[Seen], groups: Sequence[Seen]) -> SumModel:
-    model = _best(model, _shifts(model), near)
+def _named(groups: Sequence[Seen], *starts: str) -> list[Seen]:
+    return [seen for seen in groups if seen.name.startswith(starts)]
+
+
+def _depths(near: Sequence[Seen]) -> list[int]:
+    """How deep a term below P survives, in the less lasting of its two signs; empty where none is lost."""
+    found = []
+    for seen in _named(near, "1 ", "1b"):
+        last = {}
+        for sign in "+-":
+            alive = [int(label) for label, out in zip(seen.labels, seen.out.tolist(), strict=True) if out]
+            last[sign] = max((abs(n) for n in alive if (n > 0) == (sign == "+")), default=0)
+        if min(last.values()) < max(abs(int(label)) for label in seen.labels):
+            found.append(min(last.values()))
+    return found
+
+
+def _search_two_stage(
+    model: SumModel, near: Sequence[Seen], groups: Sequence[Seen], depths: Sequence[int]
+) -> SumModel:
+    model = _best(model, shifts(model, depths), near)
     for _ in range(2):
         before = model
-        for options in (_second_shifts, _registers):
-            model = _best(model, options(model), groups)
+        model = _best(model, second_shifts(model), groups)
+        model = _best(model, registers(model, (None,)), groups)
         if model == before or score(model, groups) == _ENOUGH:
             break
     return model
 
 
 def _best(model: SumModel, options: Iterable[SumModel | None], groups: Sequence[Seen]) -> SumModel:
-    """The option that explains most of `groups`; `model` itself unless one is better."""
+    """The option that explains most of `groups`; `model` itself unless one is better.
+
+    All are ranked on a part of each group; only the first few are held against the whole.
+    """
     reached = score(model, groups)
+    if reached == _ENOUGH:
+        return model
+    part = [thinned(seen) for seen in groups]
+    ranked: list[tuple[float, SumModel]] = []
     for option in options:
-        if reached == _ENOUGH:
-            break
         if option is None or option == model:
             continue
+        bar = ranked[_FINALISTS - 1][0] if len(ranked) >= _FINALISTS else -1.0
+        found = _score_above(option, part, bar)
+        if found <= bar:
+            continue
+        ranked = sorted([*ranked, (found, option)], key=lambda pair: -pair[0])[:_FINALISTS]
+        if found == _ENOUGH and _score_above(option, groups, 1.0 - _LEAST) == _ENOUGH:
+            return option
+    for _, option in ranked:
         found = _score_above(option, groups, reached)
         if found > reached:
             model, reached = option, found
@@ -272,67 +325,13 @@ def _best(model: SumModel, options: Iterable[SumModel | None], groups: Sequence[
 
 
 def _score_above(model: SumModel, groups: Sequence[Seen], bar: float) -> float:
-    """The score, or something at most `bar` as soon as that is certain."""
+    """The score, or -1 as soon as it is certain that it is not above `bar`."""
     total = 0.0
     for index, seen in enumerate(groups):
         total += explained(model, seen)
         if total + len(groups) - index - 1 <= bar * len(groups):
             return -1.0
     return total / max(len(groups), 1)
-
-
-def _shifts(model: SumModel) -> Iterable[SumModel | None]:
-    yield with_unit(model, fraction_bits=None, alignment_rounding=Rounding.RTZ, products_normalised=False)
-    for normalised in (False, True):
-        for rounding in DOT_ROUNDINGS:
-            for bits in (*range(8, DEEPEST_FRACTION + 1), *range(1, 8)):
-                yield with_unit(
-                    model, fraction_bits=bits, alignment_rounding=rounding, products_normalised=normalised
-                )
-
-
-def _registers(model: SumModel) -> Iterable[SumModel | None]:
-    for register, bits in ((Register.FP32, 23), (Register.FP16, 10)):
-        for kept in range(bits, 0, -1):
-            for rounding in DOT_ROUNDINGS:
-                yield with_unit(model, register=register, mantissa_bits=kept, final_rounding=rounding)
-
-
-def _ranges(model: SumModel) -> Iterable[SumModel | None]:
-    """The registers that keep equally many bits, which only large sums tell apart."""
-    for register, overflow in itertools.product((Register.FP32, Register.FP16), ("infinity", "saturate")):
-        yield with_unit(model, register=register, overflow=SumOverflow(overflow))
-
-
-def _flushes(model: SumModel) -> Iterable[SumModel | None]:
-    for inputs, outputs in itertools.product((False, True), repeat=2):
-        yield with_unit(model, flush_inputs=inputs, flush_outputs=outputs)
-
-
-def _intervals(model: SumModel) -> Iterable[SumModel | None]:
-    width = model.unit.products or 1
-    for every in dict.fromkeys((None, 16, 32, 64, 128, 96, width, 2 * width, 3 * width, 4 * width)):
-        yield with_unit(model, promotion_interval=every)
-
-
-def _second_shifts(model: SumModel) -> Iterable[SumModel | None]:
-    stage = model.unit.two_stage
-    if stage is None:
-        return
-    for rounding in DOT_ROUNDINGS:
-        yield with_unit(model, two_stage=replace(stage, rounding=rounding))
-    for bits in range(20, 41):
-        yield with_unit(model, two_stage=replace(stage, sum_fraction_bits=bits))
-        yield with_unit(model, two_stage=replace(stage, register_fraction_bits=bits))
-    for lost in (None, *range(20, 32)):
-        yield with_unit(model, two_stage=replace(stage, dropped_below=lost))
-
-
-def _output_rules(model: SumModel) -> Iterable[SumModel]:
-    for rounding in (*DOT_ROUNDINGS, Rounding.ODD):
-        for overflow in (Overflow.NONSATURATE, Overflow.SATURATE):
-            rule = replace(model.output_rule, rounding=rounding, overflow=overflow)
-            yield replace(model, output_rule=rule)
 
 
 def _promoted(

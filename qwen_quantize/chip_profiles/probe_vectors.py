@@ -177,6 +177,8 @@ def _subnormals(fmt: FloatFormat, wide_output: bool) -> Vectors:
         rows[f"in {label}"] = {0: (tiny, one)}
         rows[f"in {label}, right"] = {0: (one, tiny)}
         rows[f"in {label}, late"] = {FAR: (tiny, one), FAR + 1: (one, 1.0)}
+        if fmt.exponent_bits >= 8:  # so large a partner that an fp16 sum can hold the product
+            rows[f"in {label}, large partner"] = {0: (tiny, 2.0**120)}
     for exponent in range(-150, -10) if wide_output else ():
         half = exponent // 2
         if half >= fmt.min_exponent:
