@@ -171,6 +171,20 @@ class _Settling:
         return None
 
 
+def assumable_for(scheme: Scheme) -> tuple[str, ...]:
+    """The keys of ASSUMABLE that name a step of `scheme`: those that `resolve_arithmetic` takes."""
+    activation = scheme.activation
+    integer = activation is not None and activation.format.name.startswith("int")
+    steps = (
+        {"accumulator.format"} if integer else {key for key in ASSUMABLE if key.startswith("accumulator.")}
+    )
+    if activation is not None:
+        steps |= {"cast.rounding", "cast.overflow"}
+        steps |= set() if integer else {"cast.subnormals", "cast.nan"}
+        steps |= set() if activation.scale_rule is None else {"scale.rule"}
+    return tuple(key for key in ASSUMABLE if key in steps)
+
+
 def resolve_arithmetic(
     profile: ChipProfile, scheme: Scheme, assumptions: Mapping[str, str] | None = None
 ) -> Arithmetic:
@@ -301,7 +315,9 @@ def _promotion(profile: ChipProfile, scheme: Scheme) -> tuple[str, str]:
     """(products after which a narrow register is most likely emptied into a float32 one, the reason)."""
     shape = None if scheme.activation is None else scheme.activation.granularity
     group = shape.cols if shape is not None and shape.kind == "group" else None
-    scaled = profile.capability("e8m0", "scale")
+    scaled = profile.capability(
+        "e8m0" if scheme.activation is None else scheme.activation.scale_format.name, "scale"
+    )
     if group is None:
         return NEVER, "one scale serves the whole sum, so nothing makes a kernel leave the register"
     if decides(scaled, profile) and scaled.value is True:

@@ -18,19 +18,20 @@ depends on how a kernel scales its codes, which no profile says.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 from qwen_quantize.chip_profiles.arithmetic import FLOAT32_BITS, Arithmetic, usual_step
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.dot_record import DOT_ROUNDINGS, DotUnit, Order
-from qwen_quantize.formats.spec import FloatFormat, IntFormat
+from qwen_quantize.formats.spec import FloatFormat, Format, IntFormat, TableFormat
 
 _HALF_BITS = 10  # fraction bits of an fp16 register
 
 
 def dot_unit_of(
     arithmetic: Arithmetic,
-    weight: FloatFormat | IntFormat,
-    activation: FloatFormat | IntFormat,
+    weight: Format,
+    activation: Format,
     group_size: int | None = None,
     *,
     bit_true: bool = False,
@@ -54,12 +55,13 @@ def dot_unit_of(
                 f"accumulator.alignment_rounding with --assume to one of {', '.join(DOT_ROUNDINGS)}"
             )
     interval, width = accumulator.promotion_interval, activation.bits
+    name = weight.name
+    weight, activation = (_operand(fmt, scaled=group_size is not None) for fmt in (weight, activation))
     if group_size is not None:
-        weight, activation = with_any_exponent(weight), with_any_exponent(activation)
         interval = None if interval is None else math.gcd(interval, group_size)
     kept = FLOAT32_BITS if accumulator.output_mantissa_bits is None else accumulator.output_mantissa_bits
     return DotUnit(
-        f"{arithmetic.chip} {weight.name}",
+        f"{arithmetic.chip} {name}",
         activation,
         weight,
         Order.ALIGNED,
@@ -72,10 +74,29 @@ def dot_unit_of(
     )
 
 
+def _operand(fmt: FloatFormat | TableFormat, *, scaled: bool) -> FloatFormat:
+    """The operand of a unit. A table's values (HiF8) are floats of its widest mantissa and of any exponent."""
+    if isinstance(fmt, FloatFormat):
+        return with_any_exponent(fmt) if scaled else fmt
+    # A value in 1/2 .. 1 with n significant bits is an odd number over 2^n.
+    parts = (Fraction(math.frexp(value)[0]) for value in fmt.values if math.isfinite(value) and value)
+    widest = max(part.denominator.bit_length() - 1 for part in parts)
+    return _float_of_width(f"{fmt.name}-scaled", widest - 1)
+
+
 def with_any_exponent(fmt: FloatFormat) -> FloatFormat:
     """Values of `fmt` times any power of two in float32's range, as a format; one of 8 exponent bits as it is."""
     if fmt.exponent_bits == 8:
         return fmt
-    bits = fmt.mantissa_bits
+    return _float_of_width(f"{fmt.name}-scaled", fmt.mantissa_bits)
+
+
+def with_scales_of(fmt: FloatFormat, scale: FloatFormat) -> FloatFormat:
+    """Products of values of `fmt` and of scales with a mantissa, exactly: what a unit that applies both adds."""
+    bits = fmt.mantissa_bits + scale.mantissa_bits + 1
+    return _float_of_width(f"{fmt.name}-{scale.name}", bits)
+
+
+def _float_of_width(name: str, bits: int) -> FloatFormat:
     nan = (0xFF << bits) | (1 << bits >> 1)
-    return FloatFormat(f"{fmt.name}-scaled", 8, bits, bias=127, has_infinity=True, nan_codes=(nan,))
+    return FloatFormat(name, 8, bits, bias=127, has_infinity=True, nan_codes=(nan,))

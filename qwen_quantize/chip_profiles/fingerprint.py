@@ -1,7 +1,8 @@
 """A device's fingerprint: what `regress` compares before and after an upgrade.
 
-`parameters` and `arithmetic` say what is computed, `hashes` which bits came out, `versions` with what; `timings` stand
-apart, because they differ from run to run. `digest` covers parameters and hashes only.
+`parameters` and `arithmetic` say what is computed, `hashes` which bits came out of the probe's questions, `behaviour`
+which bits come out of the inputs that every manifest is hashed over too, `versions` with what; `timings` stand apart,
+because they differ from run to run. `digest` covers parameters, hashes and behaviour only.
 """
 
 from __future__ import annotations
@@ -14,8 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from qwen_quantize.chip_profiles.arithmetic import EXACT
+from qwen_quantize.chip_profiles.behaviour import (
+    Behaviour,
+    device_behaviour,
+    program_versions,
+    read_behaviour,
+)
 from qwen_quantize.chip_profiles.probe import ProbeResult, hash_of
 from qwen_quantize.chip_profiles.probe_decide import MEASURED, NOT_APPLICABLE, Parameter
+from qwen_quantize.chip_profiles.probe_device import ProbedDevice
 from qwen_quantize.chip_profiles.probe_output import today
 from qwen_quantize.errors import UserError
 
@@ -32,7 +40,10 @@ _TYPES = ("e4m3fn", "e4m3fnuz", "int8", "bf16", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """One device on one day; `arithmetic` has the names of `Arithmetic.fields`, for the type `operands`."""
+    """One device on one day; `arithmetic` has the names of `Arithmetic.fields`, for the type `operands`.
+
+    behaviour: of every product and cast that the probe had findings of, None in files of older versions.
+    """
 
     device: str
     date: str
@@ -43,24 +54,32 @@ class Fingerprint:
     hashes: Mapping[str, Mapping[str, str]]
     versions: Mapping[str, str]
     timings: Mapping[str, float]
+    behaviour: Behaviour | None = None
 
     @property
     def digest(self) -> str:
         """SHA-256 (hex) over what was computed, not over names, dates and times."""
-        document = {"parameters": self.parameters, "hashes": self.hashes}
+        document: dict[str, Any] = {"parameters": self.parameters, "hashes": self.hashes}
+        if self.behaviour is not None:
+            document["behaviour"] = self.behaviour.digest
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
     def record(self) -> dict[str, Any]:
         """As it is written."""
-        return {"kind": KIND, "digest": self.digest, **asdict(self)}
+        behaviour = None if self.behaviour is None else self.behaviour.record()
+        return {"kind": KIND, "digest": self.digest, **asdict(self), "behaviour": behaviour}
 
 
-def fingerprint_of(result: ProbeResult) -> Fingerprint:
-    """The fingerprint of a probed device."""
+def fingerprint_of(result: ProbeResult, device: ProbedDevice | None = None) -> Fingerprint:
+    """The fingerprint of a probed device; device: the same one, to be asked for its behaviour too."""
     found = result.parameters()
     operands = next((name for name in _TYPES if f"fp32->{name}" in found or _product(found, name)), "")
     hashes: dict[str, Mapping[str, str]] = {item.pair.name: dict(item.hashes) for item in result.products}
     hashes |= {f"fp32->{item.target}": {"codes": hash_of(item.codes)} for item in result.casts if item.path}
+    behaviour = None
+    if device is not None:
+        pairs, casts = [item.pair for item in result.products], [item.target for item in result.casts]
+        behaviour = device_behaviour(device, pairs, casts)
     return Fingerprint(
         device=result.device,
         date=today(),
@@ -72,8 +91,9 @@ def fingerprint_of(result: ProbeResult) -> Fingerprint:
         },
         explained_fraction=result.fractions,
         hashes=hashes,
-        versions=dict(result.about),
+        versions={**program_versions(), **result.about},
         timings=dict(result.timings),
+        behaviour=behaviour,
     )
 
 
@@ -90,6 +110,11 @@ def load_fingerprint(path: Path) -> Fingerprint:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: the fingerprint cannot be read: {error}") from error
+    return fingerprint_from(record, str(path))
+
+
+def fingerprint_from(record: object, path: str) -> Fingerprint:
+    """The inverse of `Fingerprint.record`; UserError as for `load_fingerprint`, which calls the file `path`."""
     if not isinstance(record, dict) or record.get("kind") != KIND:
         raise UserError(f"{path} is no fingerprint; `qwen_quantize probe --fingerprint FILE` writes one")
     texts, mappings = ("device", "date", "operands"), (
@@ -101,7 +126,8 @@ def load_fingerprint(path: Path) -> Fingerprint:
     for key in mappings:
         if not isinstance(record.get(key), dict):
             raise UserError(f"{path}: {key} must be an object, found {record.get(key)!r:.80}")
-    loaded = Fingerprint(**{key: record[key] for key in (*texts, *mappings)})
+    behaviour = read_behaviour(record.get("behaviour"), path)
+    loaded = Fingerprint(**{key: record[key] for key in (*texts, *mappings)}, behaviour=behaviour)
     if loaded.digest != record.get("digest"):
         raise UserError(f"{path}: the digest does not fit the contents: the file was changed")
     return loaded

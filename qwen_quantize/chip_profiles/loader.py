@@ -48,12 +48,23 @@ def load_profile(
     """The profile of a shipped chip or of a .toml file, resolved for `versions` (component: version).
 
     `name@1.3` states the version of the profile's default component, `name@driver=5.1,firmware=1.3` names
-    them. `measured` is a TOML or JSON file with facts of confidence `measured`. UserError names file, key,
-    value found and values allowed.
+    them. `measured` is a TOML or JSON file with facts of confidence `measured`. A .toml file of such facts that
+    says of which chip they are stands for that chip with the facts laid over. UserError names file, key, value
+    found and values allowed.
     """
     name, written = split_versions(str(name_or_path))
     text, file = _profile_text(name)
     tables = _parse(text, file)
+    base = measured_chip(tables, file)
+    if base is not None:
+        if measured is not None:
+            raise UserError(
+                f"{file} holds measured facts itself: no more can be laid over it, from {measured}"
+            )
+        base_name, base_written = split_versions(base)
+        every = ",".join(filter(None, (base_written, written)))
+        address = f"{base_name}@{every}" if every else base_name
+        return load_profile(address, versions=versions, with_claims=with_claims, measured=Path(name))
     chip = read_chip(tables.pop("chip", None), file)
     stated = _stated_versions(written, versions or {}, chip, file)
     overrides = _read_overrides(tables.pop("overrides", []), file)
@@ -67,6 +78,27 @@ def load_profile(
             facts[path] = _over(facts.get(path), leaf)
             undecided.pop(".".join(path), None)
     return ChipProfile(chip, build_facts(facts), stated, with_claims, overrides, undecided, file)
+
+
+def measured_chip(tables: Mapping[str, Any], file: str) -> str | None:
+    """The chip, with or without @versions, that a layer was measured on, after its [probe]; None without one.
+
+    UserError for a [probe] that names none.
+    """
+    if "chip" in tables or "probe" not in tables:
+        return None
+    probe = tables["probe"]
+    chip = probe.get("chip") if isinstance(probe, dict) else None
+    if not isinstance(chip, str) or not chip:
+        raise no_chip(file)
+    return chip
+
+
+def no_chip(file: str) -> UserError:
+    """The error for measured facts that belong to no chip."""
+    return UserError(
+        f'{file}: these facts do not say of which chip they are: begin the file with [probe] and chip = "NAME"'
+    )
 
 
 def split_versions(text: str) -> tuple[str, str]:
