@@ -12,6 +12,12 @@ from qwen_quantize.calibrators.problem import HessianFactor
 # more than it wins. Of 0.01, 0.05, 0.2, 0.5 and 1, tried once each on 4,096 tokens of SmolLM2-135M, it had the least
 # KL on a novel (where 0.05 to 1 hardly differ) and on a manual.
 DAMPING = 0.2
+# For four-bit weights, whose errors are worth mending, a floor under the small eigenvalues does better than damping
+# alone: a direction hardly seen in calibration may well be used by other text. On seven layers of SmolLM2-135M,
+# calibrated on one novel, it left the output error on another novel as it was under damping 0.2, and took 7 % off
+# that on a manual.
+GRID_DAMPING = 0.05
+GRID_FLOOR = 0.5
 _MAX_RELATIVE_DAMPING = 10.0
 _INVERSE_BLOCK = 512  # columns that one triangular solve makes
 
@@ -24,27 +30,32 @@ def hessian_of(moment: Tensor, weight_total: float) -> Tensor:
     return hessian
 
 
-def factorize_statistics(statistics: InputStatistics) -> tuple[HessianFactor, ...]:
-    """One factor per range of features, in their order."""
+def factorize_statistics(
+    statistics: InputStatistics, damping: float = DAMPING, floor: float = 0.0
+) -> tuple[HessianFactor, ...]:
+    """One factor per range of features, in their order; damping and floor as in `factorize`."""
     if not statistics.second_moments:
         raise ValueError("these statistics were gathered without second moments")
     return tuple(
-        factorize(hessian_of(moment, statistics.weight_total)) for moment in statistics.second_moments
+        factorize(hessian_of(moment, statistics.weight_total), damping, floor)
+        for moment in statistics.second_moments
     )
 
 
-def factorize(hessian: Tensor, damping: float = DAMPING) -> HessianFactor:
+def factorize(hessian: Tensor, damping: float = DAMPING, floor: float = 0.0) -> HessianFactor:
     """The damped Hessian and the upper factor U of its inverse, features in order of falling diagonal.
 
-    hessian: [K, K] float64. Each diagonal entry grows by `damping` of itself. GPTQ adds a share of the mean
-    diagonal instead; one massive activation then outweighs every other feature and nothing is compensated.
+    hessian: [K, K] float64. Each diagonal entry grows by `damping` of itself and by `floor` of the median entry.
+    GPTQ adds a share of the mean instead; one massive activation then outweighs every other feature and nothing is
+    compensated.
     Where that is not enough for a Cholesky factorization, the share grows tenfold until it is, and the
     record says what was used. With H = R R^T, R upper, U is R^-1. At most two more [K, K] float64 matrices
     live beside `hessian`.
     """
     size = hessian.shape[0]
     diagonal = hessian.diagonal().clone()
-    floor = diagonal.abs().mean().clamp(min=torch.finfo(torch.float64).tiny) * 1e-8
+    least = diagonal.abs().mean().clamp(min=torch.finfo(torch.float64).tiny) * 1e-8
+    added = least + floor * diagonal.abs().median()
     # Features that matter most are rounded first, while most others can still mend their error.
     order = diagonal.argsort(descending=True, stable=True)
     backward = order.flip(0)
@@ -52,7 +63,7 @@ def factorize(hessian: Tensor, damping: float = DAMPING) -> HessianFactor:
     while True:
         # J H J = L L^T with J the reversal gives H = R R^T with R = J L J, upper triangular.
         reversed_ = hessian[backward.unsqueeze(1), backward]
-        reversed_.diagonal().add_((used * diagonal.abs() + floor)[backward])
+        reversed_.diagonal().add_((used * diagonal.abs() + added)[backward])
         lower, info = torch.linalg.cholesky_ex(reversed_)
         del reversed_
         if int(info) == 0:
@@ -63,7 +74,7 @@ def factorize(hessian: Tensor, damping: float = DAMPING) -> HessianFactor:
                 f"the Hessian of {size} features has no Cholesky factor even with damping {used}"
             )
     damped = hessian.float()
-    damped.diagonal().copy_(diagonal + used * diagonal.abs() + floor)
+    damped.diagonal().copy_(diagonal + used * diagonal.abs() + added)
     return HessianFactor(damped, _flipped_inverse(lower), order, used)
 
 

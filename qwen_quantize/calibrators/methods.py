@@ -4,28 +4,112 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from qwen_quantize.calibrators.block_fp8 import solve_block_fp8
+from qwen_quantize.calibrators.grid_weights import solve_compensated, solve_rounding
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
+
+
+class Transform(StrEnum):
+    """What is done to the weights before they are rounded; the model computes the same function."""
+
+    NONE = "none"
+    AWQ = "awq"  # input channels scaled by their activations' size, for weights alone
+    SMOOTHING = "smoothing"  # the same where activations are quantized too (SmoothQuant)
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A solver, the named scheme it fills, and whether it gains from second moments of the inputs."""
+    """A solver, the named scheme it fills, and what it needs.
+
+    uses_second_moments: of the inputs, for the solver or the transform; compensates: the solver wants their factors.
+    any_scheme: it fills every scheme without a method of its own. needs_data: it means nothing without text.
+    """
 
     name: str
     scheme: str
     solve: Callable[[LayerProblem], LayerSolution]
     uses_second_moments: bool
     description: str
+    transform: Transform = Transform.NONE
+    any_scheme: bool = False
+    needs_data: bool = False
+    compensates: bool = True
+
+
+def _compensated(scheme: str, description: str) -> Method:
+    return Method(scheme, scheme, solve_compensated, True, description)
 
 
 METHODS: dict[str, Method] = {
-    "ue8m0": Method(
-        "ue8m0",
-        "ue8m0",
-        solve_block_fp8,
-        uses_second_moments=True,
-        description="E4M3 weights in blocks with power-of-two scales, scales searched, rounding compensated",
-    ),
+    method.name: method
+    for method in (
+        Method(
+            "ue8m0",
+            "ue8m0",
+            solve_block_fp8,
+            uses_second_moments=True,
+            description="E4M3 weights in blocks with power-of-two scales, scales searched, rounding compensated",
+        ),
+        Method(
+            "rtn",
+            "w4a16",
+            solve_rounding,
+            uses_second_moments=False,
+            description="rounding to nearest with searched scales, for any --scheme; needs no text",
+            any_scheme=True,
+            compensates=False,
+        ),
+        Method(
+            "gptq",
+            "w4a16",
+            solve_compensated,
+            uses_second_moments=True,
+            description="each rounding error compensated in the columns still to be rounded, for any --scheme",
+            any_scheme=True,
+            needs_data=True,
+        ),
+        Method(
+            "awq",
+            "w4a16",
+            solve_rounding,
+            uses_second_moments=True,
+            description="4-bit weights, input channels scaled by their activations, ranges searched",
+            transform=Transform.AWQ,
+            needs_data=True,
+            compensates=False,
+        ),
+        Method(
+            "awq_v2",
+            "w4a16",
+            solve_compensated,
+            uses_second_moments=True,
+            description="awq's scaling and ranges, then rounding with error compensation",
+            transform=Transform.AWQ,
+            needs_data=True,
+        ),
+        Method(
+            "w8a8",
+            "w8a8",
+            solve_compensated,
+            uses_second_moments=True,
+            description="INT8 weights and activations; outliers moved into the weights by a searched strength",
+            transform=Transform.SMOOTHING,
+        ),
+        Method(
+            "w4a8",
+            "w4a8",
+            solve_compensated,
+            uses_second_moments=True,
+            description="INT4 weights in groups, INT8 activations, smoothed like w8a8",
+            transform=Transform.SMOOTHING,
+        ),
+        _compensated("fp8", "E4M3 weights per output channel, E4M3 activations per token"),
+        _compensated("mxfp8", "OCP MXFP8 weights and activations, power-of-two scales searched"),
+        _compensated("mxfp6", "OCP MXFP6 (E2M3) weights and activations, power-of-two scales searched"),
+        _compensated("mxfp4", "OCP MXFP4 weights and activations, power-of-two scales searched"),
+        _compensated("nvfp4", "NVFP4 weights and activations, block scales for 6 or 4 as fits better"),
+        _compensated("hif8", "HiFloat8 weights and activations, each output channel centred"),
+    )
 }

@@ -28,6 +28,19 @@ def test_factor_is_the_upper_cholesky_of_the_inverse() -> None:
     assert factor.damping == 0.01
 
 
+def test_floor_is_a_share_of_the_median_diagonal() -> None:
+    x = correlated(400, 49).double()
+    x[:, 7] *= 1000  # a massive feature does not move it
+    hessian = x.T @ x / 400
+    factor = factorize(hessian, damping=0.05, floor=0.5)
+    diagonal = hessian.diagonal()
+    expected = hessian + torch.diag(0.05 * diagonal + 0.5 * diagonal.median())
+    torch.testing.assert_close(factor.hessian.double(), expected, rtol=1e-4, atol=1e-5)
+    ordered = expected[factor.order][:, factor.order]
+    identity = factor.upper.double() @ ordered @ factor.upper.double().T
+    torch.testing.assert_close(identity, torch.eye(49, dtype=torch.float64), rtol=0, atol=1e-3)
+
+
 def test_singular_hessian_is_damped_more_and_says_so() -> None:
     hessian = torch.eye(6, dtype=torch.float64)
     hessian[0, 1] = hessian[1, 0] = 1.05  # not positive definite: only a larger share mends it

@@ -110,3 +110,28 @@ def test_ranges_are_blocks_of_the_whole_moment() -> None:
     torch.testing.assert_close(second, exact[250:, 250:], rtol=1e-4, atol=1e-3)
     with pytest.raises(ValueError, match="do not make 450 features"):
         InputObserver(450, None, (250, 100))
+
+
+@pytest.mark.parametrize("batches", [[1000], [7, 493, 500], [100] * 10])
+def test_a_sample_is_spread_over_all_tokens_whatever_the_batches(batches: list[int]) -> None:
+    x = torch.arange(1000.0).unsqueeze(1).repeat(1, 3)
+    observer = InputObserver(3, lambda part: -part, (), 300)
+    for part in x.split(batches):
+        observer.observe(part, part[:, 0] + 1)
+    sample = observer.statistics().sample
+    assert sample is not None
+    assert torch.equal(sample.inputs, -x[::4])
+    assert torch.equal(sample.weight, x[::4, 0] + 1)
+    assert torch.equal(sample.every_other(1).inputs, -x[4::8])
+    assert observed([x]).sample is None
+
+
+def test_samples_merge() -> None:
+    parts = []
+    for first in (0.0, 10.0):
+        observer = InputObserver(2, None, (), 8)
+        observer.observe(torch.full((4, 2), first))
+        parts.append(observer.statistics())
+    merged = merge_statistics(*parts).sample
+    assert merged is not None
+    assert merged.inputs[:, 0].tolist() == [0.0] * 4 + [10.0] * 4
