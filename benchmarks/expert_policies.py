@@ -55,7 +55,8 @@ def solve_narrow(problem: LayerProblem) -> LayerSolution:
     weight = replace(problem.scheme.weight, format=E2M1)
     found = solve_block_fp8(replace(problem, scheme=replace(problem.scheme, weight=weight)))
     as_e4m3 = encode(decode_table(E2M1), E4M3FN, RNE_SATURATE)
-    return replace(found, codes=as_e4m3[found.codes.long()])
+    quantized = replace(found.quantized, codes=as_e4m3[found.quantized.codes.long()], format=E4M3FN)
+    return replace(found, quantized=quantized)
 
 
 def starve(source: Path, target: Path, share: float, seed: int) -> dict[str, Tensor]:

@@ -14,15 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
+from qwen_quantize.calibrators.block_fp8 import exact_scale
 from qwen_quantize.calibrators.methods import METHODS, Method
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
 from qwen_quantize.checkpoint import linear_storage
-from qwen_quantize.checkpoint.layouts import DEEPSEEK_FP8
+from qwen_quantize.checkpoint.layouts import DEEPSEEK_FP8, LAYOUTS
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.cli.main import app
 from qwen_quantize.engine.load import ModelReader, load_model
 from qwen_quantize.formats.block_kernels import quantize_blocks
-from qwen_quantize.formats.blocks import block_amax
+from qwen_quantize.formats.blocks import QuantizedTensor, block_amax
 from qwen_quantize.formats.cast_rule import RNE_SATURATE, CastRule, Overflow, Rounding, Subnormals
 from qwen_quantize.formats.codec import decode, decode_table, encode
 from qwen_quantize.formats.groups import fake_quantize_groups
@@ -31,7 +32,6 @@ from qwen_quantize.formats.scales import ScaleRule, scale_exponents
 from qwen_quantize.formats.spec import FloatFormat
 from qwen_quantize.models.blueprint import Family, LinearSite, Stream
 from qwen_quantize.models.lookup import BY_ARCHITECTURE
-from qwen_quantize.pipeline import plan
 from tests.tiny_models import make_tiny, make_tokenizer, words
 
 # Not one of the named formats; IEEE rules, so that ml_dtypes.float8_e3m4 is its oracle.
@@ -167,8 +167,9 @@ def toy_solver(problem: LayerProblem) -> LayerSolution:
     exponents = scale_exponents(amax, spec.format, ScaleRule.RCEIL) + 1
     codes = quantize_blocks(problem.weight, exponents, spec.format, problem.weight_cast, rows, columns)
     return LayerSolution(
-        codes=codes,
-        exponents=exponents,
+        quantized=QuantizedTensor(
+            codes, exact_scale(exponents), None, spec.format, spec.granularity, tuple(problem.weight.shape)
+        ),
         error=0.25,
         baseline_error=0.5,
         weight_sqnr_db=30.0,
@@ -254,12 +255,11 @@ def test_a_layout_is_a_record_and_a_name(
     model: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = replace(DEEPSEEK_FP8, name="other", scale_suffix="weight_scale", readers=("nobody",))
-    monkeypatch.setattr(plan, "DEEPSEEK_FP8", other)
+    monkeypatch.setitem(LAYOUTS, "other", other)
     monkeypatch.setattr(linear_storage, "_BLOCK_SCALES", (".weight_scale",))
     out = tmp_path / "out"
-    record = json.loads(
-        run("--model-path", model, "--output-path", out, "--device", "example@1.2", *texts, "--json").stdout
-    )
+    command = ["--model-path", model, "--output-path", out, "--device", "example@1.2", "--layout", "other"]
+    record = json.loads(run(*command, *texts, "--json").stdout)
     assert record["layout"] == "other"
     assert record["validation"]["kl_mean"] < 0.1, "the folder is not read back by the same names"
     names = set(load_file(out / "model.safetensors"))

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from qwen_quantize.models.blueprint import Half
+from qwen_quantize.pipeline.calibration import Calibration
 from qwen_quantize.pipeline.expert_stream import quantize_experts_half
 from qwen_quantize.pipeline.stream import (
-    Calibration,
     Progress,
     check_written,
     embed,

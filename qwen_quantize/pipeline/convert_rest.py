@@ -33,10 +33,13 @@ def convert_rest(
     batches = [record for unit, record in journal.units.items() if unit.startswith(f"{_UNIT}.")]
     done = {name for record in batches for name in record["names"]}
     converted = {linear["name"] for record in batches for linear in record["linears"]}
+    changed = {name for record in journal.units.values() for name in record.get("tensors", ())}
     jobs = [
         job_of(tensor)
         for tensor in plan.tensors
-        if tensor.action is not Action.DROP and tensor.module not in solved - converted
+        if tensor.action is not Action.DROP
+        and tensor.module not in solved - converted
+        and tensor.name not in changed
     ]
     count = len(batches)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from qwen_quantize.calibrators.block_convert import quantize_rows
+from qwen_quantize.calibrators.problem import LayerProblem
 from qwen_quantize.checkpoint.disk import free_bytes
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.models.blueprint import Blueprint, Half
@@ -47,10 +48,17 @@ def _product_rate() -> float:
 
 
 def _element_rate(plan: Plan) -> float:
-    weight = torch.randn(_SAMPLE_SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
-    quantize_rows(weight, plan.block, plan.arithmetic.weight_cast)
+    weight = torch.randn(_SAMPLE_SHAPE, generator=torch.Generator().manual_seed(0))
+
+    def quantize() -> None:
+        if plan.converts_by_pieces:
+            quantize_rows(weight.bfloat16(), plan.block, plan.arithmetic.weight_cast)
+        else:
+            plan.method.solve(LayerProblem("sample", weight, plan.scheme, plan.arithmetic.weight_cast))
+
+    quantize()
     begin = time.perf_counter()
-    quantize_rows(weight, plan.block, plan.arithmetic.weight_cast)
+    quantize()
     return weight.numel() / (time.perf_counter() - begin)
 
 

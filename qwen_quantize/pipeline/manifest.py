@@ -11,6 +11,7 @@ from typing import Any
 
 import qwen_quantize
 from qwen_quantize.checkpoint.source import CheckpointSource
+from qwen_quantize.chip_profiles.behaviour import behaviour_of
 from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.texts import CalibrationTokens
@@ -62,6 +63,7 @@ def build_manifest(
             "activation_scale_rule": arithmetic.activation_scale_rule.value,
             "accumulator": arithmetic.accumulator.format,
             "arithmetic": arithmetic.fields(),
+            "behaviour": behaviour_of(arithmetic, plan.scheme, profile.versions).record(),
             "support": plan.resolution.verdict.status.value,
             "support_reason": plan.resolution.verdict.reason,
         },
@@ -69,6 +71,10 @@ def build_manifest(
         "layout": plan.layout.name,
         "block": list(plan.block),
         "scheme": {
+            "name": plan.scheme.name,
+            "region": plan.scheme.weight.granularity.describe(),
+            "group_size": plan.scheme.weight.granularity.cols,
+            "symmetric": plan.scheme.weight.symmetric,
             "weight": plan.scheme.weight.format.name,
             "activation": None if activation is None else activation.format.name,
             "scale": plan.scheme.weight.scale_format.name,
@@ -113,7 +119,9 @@ def layer_records(plan: Plan, journal: Journal) -> tuple[list[dict[str, Any]], l
     outside: list[dict[str, Any]] = []
 
     def layer_record(layer: int) -> dict[str, Any]:
-        return layers.setdefault(layer, {"layer": layer, "linears": [], "streams": [], "experts": []})
+        return layers.setdefault(
+            layer, {"layer": layer, "linears": [], "streams": [], "experts": [], "moves": []}
+        )
 
     for unit, record in journal.units.items():
         for linear in record.get("linears", ()):
@@ -124,6 +132,7 @@ def layer_records(plan: Plan, journal: Journal) -> tuple[list[dict[str, Any]], l
             entry = layer_record(int(layer_of_unit[1]))
             entry["streams"] += record["streams"]
             entry["experts"] += record.get("experts", ())
+            entry["moves"] += record.get("moves", ())
     place = {module: number for number, module in enumerate(plan.selection.quantized)}
     for linears in (outside, *(entry["linears"] for entry in layers.values())):
         linears.sort(key=lambda linear: place[linear["name"]])

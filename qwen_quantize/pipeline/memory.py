@@ -14,6 +14,8 @@ BASE = 350_000_000  # the interpreter with torch and this package, measured and 
 _PIECES = 400_000_000  # what conversion without data holds at most: a few pieces of tensors in each thread
 _BATCH_TOKENS = 4096
 _RANGE_STEP = 128
+_SOLVED = 40  # bytes for each value of a linear that is solved whole, measured and rounded up
+_GAINED = 18  # bytes for each weight of the linear whose output gain is fitted: three copies, one prepared
 _PREPARED = 6  # bytes for each weight that a narrow matrix unit reads, beside its float32
 
 
@@ -36,11 +38,18 @@ def moment_ranges(features: int, most: int | None) -> tuple[int, ...]:
 
 
 def half_memory(
-    blueprint: Blueprint, layer: int, half: Half, most_features: int | None, *, prepared: bool = False
+    blueprint: Blueprint,
+    layer: int,
+    half: Half,
+    most_features: int | None,
+    *,
+    prepared: bool = False,
+    crossed: bool = False,
 ) -> int:
     """Bytes of half a layer while it is solved: weights, second moments, one factorization, one solution.
 
-    prepared: the quantized weights are also held as a narrow matrix unit reads them.
+    prepared: the quantized weights are also held as a narrow matrix unit reads them. crossed: cross moments are
+    gathered beside the second moments.
     """
     shapes = [blueprint.linear_shape(site, layer) for site in blueprint.sites(layer, half)]
     expert = [blueprint.linear_shape(site, layer) for site in blueprint.expert_sites(layer)]
@@ -61,12 +70,14 @@ def half_memory(
     if expert:
         # Everyone's statistics, and this expert's at both of its inputs.
         widths = [*widths, expert[0][1], expert[0][1], expert[-1][1], expert[-1][1]]
-    moments = sum(8 * size**2 for width in widths for size in moment_ranges(width, most_features))
+    each_moment = 16 if crossed else 8
+    moments = sum(each_moment * size**2 for width in widths for size in moment_ranges(width, most_features))
     widest = max((size for width in widths for size in moment_ranges(width, most_features)), default=0)
     factors = 3 * 8 * widest**2
     largest = max((rows * columns for rows, columns in (*shapes, *expert)), default=0)
-    strips = 6 * 4 * min(largest, STRIP_VALUES) + 2 * largest
-    return held + copied + moments + 8 * widest**2 + max(factors, strips)
+    strips = 6 * 4 * min(largest, STRIP_VALUES) + 2 * largest + (_GAINED * largest if prepared else 0)
+    solving = (12 if crossed else 8) * widest**2
+    return held + copied + moments + solving + max(factors, strips)
 
 
 def validation_memory(
@@ -101,10 +112,19 @@ def _kinds(blueprint: Blueprint) -> list[int]:
 
 
 def plan_memory(
-    recipe: Recipe, blueprint: Blueprint | None, largest: int, *, prepared: bool = False
+    recipe: Recipe,
+    blueprint: Blueprint | None,
+    largest: int,
+    whole: int = 0,
+    *,
+    prepared: bool = False,
+    crossed: bool = False,
 ) -> MemoryPlan:
-    """Choose batch and ranges; UserError for a ceiling that nothing fits under. largest: values of a tensor."""
-    streaming = min(_PIECES, 12 * 4 * largest)
+    """Choose batch and ranges; UserError for a ceiling that nothing fits under.
+
+    largest: values of a tensor; whole: values of the largest linear that is solved in one piece without data.
+    """
+    streaming = max(min(_PIECES, 12 * 4 * largest), _SOLVED * whole)
     if recipe.dataset is None or blueprint is None:
         peak = BASE + streaming
         if recipe.max_memory is not None and recipe.max_memory < peak:
@@ -124,7 +144,9 @@ def plan_memory(
 
     def fixed(most: int | None) -> int:
         solving = max(
-            half_memory(blueprint, layer, half, most, prepared=prepared) for layer in kinds for half in Half
+            half_memory(blueprint, layer, half, most, prepared=prepared, crossed=crossed)
+            for layer in kinds
+            for half in Half
         )
         return BASE + max(solving, streaming)
 

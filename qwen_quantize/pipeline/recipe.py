@@ -10,7 +10,10 @@ from qwen_quantize.calibrators.experts import ExpertPolicy
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One quantization request. Paths and sizes as given; `block_size` None leaves the choice to the plan."""
+    """One quantization request. Paths and sizes as given; what is None is left to the plan.
+
+    scheme: for methods that fill any; group_size: 0 for one scale per output channel.
+    """
 
     model_path: str
     device: str
@@ -24,6 +27,10 @@ class Recipe:
     ignore: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     block_size: int | None = None
+    scheme: str | None = None
+    group_size: int | None = None
+    asymmetric: bool = False
+    layout: str | None = None
     versions: tuple[tuple[str, str], ...] = ()
     assume: tuple[tuple[str, str], ...] = ()
     with_claims: bool = False

@@ -10,8 +10,13 @@ from torch import Tensor
 EXACT_DB = 999.0  # stands for a weight without any error: JSON has no infinity
 
 
+def binary_exponents(scale: Tensor) -> Tensor:
+    """int32 floor(log2 |scale|), exactly, also of subnormals; 0 for a scale of zero."""
+    return torch.where(scale == 0, 0, torch.frexp(scale).exponent - 1)
+
+
 def exponent_counts(exponents: Tensor) -> dict[str, int]:
-    """E8M0 exponent -> number of blocks, for a grid of int32 exponents."""
+    """Scale exponent -> number of regions, for a grid of int32 exponents."""
     values, counts = torch.unique(exponents, return_counts=True)
     return {str(int(v)): int(c) for v, c in zip(values, counts, strict=True)}
 
@@ -28,7 +33,7 @@ class LinearRecord:
     searched_blocks: int
     zero_blocks: int
     partial_blocks: int
-    exponents: dict[str, int]  # E8M0 exponent -> number of blocks
+    exponents: dict[str, int]  # binary exponent of the scale -> number of regions
     sha256: str
     notes: tuple[str, ...]
 

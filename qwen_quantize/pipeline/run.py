@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import qwen_quantize
-from qwen_quantize.checkpoint.layouts import deepseek_quantization_config
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.writer import OutputFolder, plan_shards, require_free_space
 from qwen_quantize.engine.load import ModelReader
@@ -22,13 +21,14 @@ from qwen_quantize.errors import ResumableError, UserError
 from qwen_quantize.formats.kernel_calls import native_library
 from qwen_quantize.models.blueprint import Blueprint
 from qwen_quantize.pipeline.calibrate import calibrate
+from qwen_quantize.pipeline.calibration import Calibration
 from qwen_quantize.pipeline.convert_rest import convert_rest
 from qwen_quantize.pipeline.hidden import HiddenStates
 from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.recipe import Output
+from qwen_quantize.pipeline.solve_rest import solve_rest
 from qwen_quantize.pipeline.solving import require_finite
-from qwen_quantize.pipeline.stream import Calibration
 from qwen_quantize.pipeline.tensors import Action
 from qwen_quantize.pipeline.texts import CalibrationTokens, calibration_batches, load_documents
 
@@ -148,8 +148,13 @@ def _fill(
             check_outside_layers(source, plan.blueprint)
         windows, length = calibration.tokens.shape
         states = HiddenStates(folder.staging / "work", windows, length, plan.blueprint.config.hidden_size)
-        run = Calibration(plan, plan.blueprint, reader, folder, journal, states)
+        dtypes = {
+            tensor.name: tensor.outputs[0].dtype for tensor in plan.tensors if tensor.action is Action.KEEP
+        }
+        run = Calibration(plan, plan.blueprint, reader, folder, journal, states, dtypes)
         calibrate(run, calibration.tokens, progress)
+    if not plan.converts_by_pieces:
+        solve_rest(plan, source, folder, journal, progress)
     convert_rest(plan, source, folder, journal, progress)
     folder.add_file("config.json", _config_bytes(plan, source))
     for name, content in source.side_files().items():
@@ -176,7 +181,9 @@ def check_outside_layers(source: CheckpointSource, blueprint: Blueprint) -> None
 def _config_bytes(plan: Plan, source: CheckpointSource) -> bytes:
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     kept = dict.fromkeys((*plan.selection.kept, *_kept_matrices(plan)))
-    config["quantization_config"] = deepseek_quantization_config(plan.block, list(kept))
+    config["quantization_config"] = plan.layout.quantization_config(
+        dict.fromkeys(plan.selection.quantized, plan.scheme), list(kept)
+    )
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from qwen_quantize.checkpoint.linear_parts import WEIGHT_SUFFIXES
 from qwen_quantize.errors import UserError
 from qwen_quantize.models.blueprint import Blueprint
 
@@ -61,7 +62,7 @@ def candidates_of(blueprint: Blueprint, names: Iterable[str]) -> Candidates:
     next_token = {
         module: shape
         for module, shape in blueprint.next_token_modules().items()
-        if any(f"{module}{ending}" in present for ending in (".weight", ".weight_packed"))
+        if any(f"{module}{ending}" in present for ending in WEIGHT_SUFFIXES)
     }
     return Candidates(
         decoder=blueprint.linear_modules(),

@@ -5,23 +5,32 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.block_fp8 import exact_scale
-from qwen_quantize.calibrators.gain import column_gain
+from qwen_quantize.calibrators.gain import column_gain, input_maps
 from qwen_quantize.calibrators.hessian import factorize_statistics
 from qwen_quantize.calibrators.observers import InputStatistics
+from qwen_quantize.calibrators.output_gain import half_headroom, solve_with_output_gain
 from qwen_quantize.calibrators.problem import HessianFactor, LayerProblem, LayerSolution
+from qwen_quantize.checkpoint.compressed_tensors import settled_tensor_scale
 from qwen_quantize.checkpoint.writer import OutputFolder
 from qwen_quantize.engine.linear import LinearGroup, PlainGroup, emulated
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
-from qwen_quantize.formats.block_kernels import dequantize_blocks
+from qwen_quantize.formats.blocks import QuantizedTensor
+from qwen_quantize.formats.granularity import GranularityKind
 from qwen_quantize.pipeline.plan import Plan
-from qwen_quantize.pipeline.records import EXACT_DB, LinearRecord, StreamRecord, exponent_counts
+from qwen_quantize.pipeline.records import (
+    EXACT_DB,
+    LinearRecord,
+    StreamRecord,
+    binary_exponents,
+    exponent_counts,
+)
 
 
 def factors_of(statistics: InputStatistics | None) -> tuple[HessianFactor, ...]:
@@ -41,6 +50,8 @@ def solve_group(
     """Quantize the linears of one group, in order; modules: their full names."""
     solutions = {}
     gain = None if statistics is None else column_gain(statistics)
+    maps = () if statistics is None else input_maps(statistics, gain)
+    tensor_scale = shared_tensor_scale(plan, plain.weight)
     for module, weight in zip(modules, torch.split(plain.weight, list(plain.sizes)), strict=True):
         problem = LayerProblem(
             name=module,
@@ -50,53 +61,91 @@ def solve_group(
             statistics=statistics,
             factors=factors,
             gain=gain,
+            maps=maps,
+            tensor_scale=tensor_scale,
         )
-        solutions[module] = plan.method.solve(problem)
+        solutions[module] = _solve(plan, problem)
     return solutions
+
+
+def shared_tensor_scale(plan: Plan, weight: Tensor) -> float | None:
+    """The second scale of all linears that engines fuse into one; None for schemes without.
+
+    amax / (6 * 256): then every block, the loudest too, may have 4 as its largest code (four over six).
+    """
+    if plan.scheme.weight.tensor_scale_format is None:
+        return None
+    amax = float(weight.abs().max())
+    return settled_tensor_scale(amax / (6 * 256)) if amax > 0 else 1.0
+
+
+def _solve(plan: Plan, problem: LayerProblem) -> LayerSolution:
+    """The method's solution, made up for what a narrow accumulator loses of it where tokens were kept for that."""
+    chip = plan.chip_compute()
+    unit, sample = chip.unit, None if problem.statistics is None else problem.statistics.sample
+    if unit is None or chip.bare or sample is None:
+        return plan.method.solve(problem)
+    solution = solve_with_output_gain(problem, plan.method.solve, unit, sample)
+    if plan.arithmetic.accumulator.format == "fp16" and sample.inputs.shape[0]:
+        group = plan.block[1] or problem.weight.shape[1]
+        times = half_headroom(sample, solution.quantized, group, unit.products or group)
+        if times > 1:
+            note = (
+                f"an fp16 register overflows unless the kernel scales codes down: their sums reach {times:.3g} "
+                "times its largest number"
+            )
+            return replace(solution, notes=(*solution.notes, note))
+    return solution
 
 
 def quantized_group(plan: Plan, plain: PlainGroup, solutions: Sequence[LayerSolution]) -> LinearGroup:
     """The group as the chip will run it."""
-    return _decoded_group(plan, plain, [(s.codes, exact_scale(s.exponents)) for s in solutions])
+    return _emulated_group(plan, plain, [solution.quantized for solution in solutions])
 
 
 def written_group(plan: Plan, folder: OutputFolder, modules: Sequence[str], plain: PlainGroup) -> LinearGroup:
     """As `quantized_group`, from what an interrupted run has written."""
-    stored = [
-        (
-            folder.read(plan.layout.weight_name(module)).view(torch.uint8),
-            folder.read(plan.layout.scale_name(module)),
-        )
-        for module in modules
-    ]
-    return _decoded_group(plan, plain, stored)
+    weights = []
+    for module, shape in ((module, plan.selection.quantized[module]) for module in modules):
+        outputs = plan.layout.outputs(module, shape, plan.scheme)
+        stored = {output.name: folder.read(output.name) for output in outputs}
+        weights.append(plan.layout.unpack(module, stored, shape, plan.scheme))
+    return _emulated_group(plan, plain, weights)
 
 
-def _decoded_group(plan: Plan, plain: PlainGroup, stored: Sequence[tuple[Tensor, Tensor]]) -> LinearGroup:
-    """stored: (codes [out, in] uint8, scales of its blocks float32) of each linear."""
-    weights = [
-        dequantize_blocks(codes, scale, plan.scheme.weight.format, *plan.block) for codes, scale in stored
-    ]
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    return emulated(PlainGroup(weight, plain.bias, plain.sizes), plan.chip_compute())
+def _emulated_group(plan: Plan, plain: PlainGroup, quantized: Sequence[QuantizedTensor]) -> LinearGroup:
+    values = [one.dequantize() for one in quantized]
+    weight = values[0] if len(values) == 1 else torch.cat(values)
+    chip = plan.chip_compute()
+    rows = torch.cat([_row_scale(one) for one in quantized]) if chip.bare else None
+    return emulated(PlainGroup(weight, plain.bias, plain.sizes), chip, rows)
 
 
-def write_linear(plan: Plan, folder: OutputFolder, module: str, solution: LayerSolution) -> LinearRecord:
-    """Put one solved linear into the output folder."""
-    codes = solution.codes.view(torch.float8_e4m3fn)
-    folder.write(plan.layout.weight_name(module), codes)
-    folder.write(plan.layout.scale_name(module), exact_scale(solution.exponents))
+def _row_scale(quantized: QuantizedTensor) -> Tensor:
+    """[out] float32: the scales of whole rows, which a unit that adds codes leaves to its finished sums."""
+    if quantized.granularity.kind is GranularityKind.CHANNEL:
+        return quantized.scale[:, 0]
+    return torch.full((quantized.shape[0],), quantized.tensor_scale)
+
+
+def write_linear(
+    plan: Plan, folder: OutputFolder, module: str, solution: LayerSolution, input_amax: float | None = None
+) -> LinearRecord:
+    """Put one solved linear into the output folder; input_amax: the largest magnitude that its input had."""
+    quantized = solution.quantized
+    for name, tensor in plan.layout.pack(module, quantized, plan.scheme, input_amax).items():
+        folder.write(name, tensor)
     return LinearRecord(
         name=module,
-        shape=(codes.shape[0], codes.shape[1]),
+        shape=(quantized.shape[0], quantized.shape[1]),
         error=solution.error,
         baseline_error=solution.baseline_error,
         weight_sqnr_db=solution.weight_sqnr_db if math.isfinite(solution.weight_sqnr_db) else EXACT_DB,
         searched_blocks=solution.searched_blocks,
         zero_blocks=solution.zero_blocks,
         partial_blocks=solution.partial_blocks,
-        exponents=exponent_counts(solution.exponents),
-        sha256=hashlib.sha256(solution.codes.numpy().tobytes()).hexdigest(),
+        exponents=exponent_counts(binary_exponents(quantized.scale)),
+        sha256=hashlib.sha256(quantized.codes.numpy().tobytes()).hexdigest(),
         notes=solution.notes,
     )
 

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from qwen_quantize.checkpoint.layouts import BlockLayout
+from qwen_quantize.checkpoint.layouts import Layout
+from qwen_quantize.checkpoint.linear_parts import WEIGHT_SUFFIXES
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.checkpoint.writer import OutputTensor
+from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.models.blueprint import Blueprint
 from qwen_quantize.pipeline.selection import Selection
 
 _CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_WEIGHT_ENDINGS = (".weight", ".weight_packed")
 
 
 class Action(StrEnum):
@@ -38,10 +39,15 @@ class TensorPlan:
 
 def module_of(name: str) -> str | None:
     """The module whose weight a tensor's name says it is."""
-    for ending in _WEIGHT_ENDINGS:
+    for ending in WEIGHT_SUFFIXES:
         if name.endswith(ending):
             return name.removesuffix(ending)
     return None
+
+
+def float_dtype(source: CheckpointSource) -> str:
+    """The safetensors name of what config.json says the model computes in; BF16 where it does not say."""
+    return _CONFIG_DTYPES.get(str(source.config.get("dtype") or source.config.get("torch_dtype")), "BF16")
 
 
 def plan_tensors(
@@ -49,14 +55,12 @@ def plan_tensors(
     linears: LinearReader,
     blueprint: Blueprint | None,
     selection: Selection,
-    layout: BlockLayout,
-    block: tuple[int, int],
+    layout: Layout,
+    scheme: Scheme,
 ) -> tuple[tuple[TensorPlan, ...], tuple[str, ...]]:
     """(plans in writing order, notes)."""
-    float_dtype = _CONFIG_DTYPES.get(
-        str(source.config.get("dtype") or source.config.get("torch_dtype")), "BF16"
-    )
-    kept_dtype = float_dtype if source.kind == "gguf" else None
+    decoded_dtype = float_dtype(source)
+    kept_dtype = decoded_dtype if source.kind == "gguf" else None
     companions = linears.companions()
     expected = blueprint.expected_tensors() if blueprint is not None else {}
     tied_head = (
@@ -72,17 +76,14 @@ def plan_tensors(
             )
         elif module is not None and module in selection.quantized:
             shape = selection.quantized[module]
-            outputs = (
-                OutputTensor(layout.weight_name(module), layout.weight_dtype, shape),
-                OutputTensor(layout.scale_name(module), layout.scale_dtype, layout.scale_shape(shape, block)),
-            )
+            outputs = layout.outputs(module, shape, scheme)
             plans[name] = TensorPlan(name, Action.QUANTIZE, outputs, "linear", module)
         elif name == tied_head:
             plans[name] = TensorPlan(name, Action.DROP, (), "tied to the embedding, stored once")
             notes.append(f"{name} is tied to the embedding and is stored once")
         elif module is not None and linears.is_quantized(module):
             shape = linears.describe(module).shape
-            output = OutputTensor(f"{module}.weight", float_dtype, shape)
+            output = OutputTensor(f"{module}.weight", decoded_dtype, shape)
             plans[name] = TensorPlan(name, Action.KEEP, (output,), "decoded, as it is to be kept", module)
         else:
             info = source.info(name)

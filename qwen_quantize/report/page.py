@@ -139,8 +139,8 @@ def _kl_figure(record: Manifest) -> Figure:
 def _exponents_figure(record: Manifest) -> Figure:
     return _figure(
         "Scale exponents of the weights",
-        "Each block of weights has one power-of-two scale. A tall column means that the weights of a layer "
-        "differ much in size from block to block.",
+        "Weights that lie together share one scale. A tall column means that the weights of a layer differ much "
+        "in size from one such region to the next.",
         "No linear in a layer was quantized with power-of-two scales.",
         plots.scale_exponents(record.layers, _WIDE, "exponents-wide"),
         plots.scale_exponents(record.layers, _NARROW, "exponents-narrow"),

@@ -146,7 +146,7 @@ def scale_exponents(layers: Sequence[LayerRecord], width: float, key: str) -> Ma
     tall = (frame.y_end - frame.top) / rows
     parts = [
         _shade_legend(width),
-        frame.axes(x, y, "layer", "exponent of the block's scale (scale = 2^exponent)"),
+        frame.axes(x, y, "layer", "exponent of the scale (2^exponent <= scale)"),
     ]
     for layer, found in counts.items():
         total = sum(found.values())

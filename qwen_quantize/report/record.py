@@ -161,6 +161,7 @@ class Manifest:
     weight_format: str
     activation_format: str
     scale_format: str
+    region: str  # the weights that share a scale, in words
     calibration: Calibration | None
     assumptions: tuple[Assumption, ...]
     notes: tuple[str, ...]
@@ -228,6 +229,7 @@ def read_manifest(manifest: Mapping[str, Any]) -> Manifest:
         weight_format=scheme.text("weight"),
         activation_format=scheme.text("activation"),
         scale_format=scheme.text("scale"),
+        region=scheme.text("region"),
         calibration=_calibration(top.record("calibration")) if top.has("calibration") else None,
         assumptions=tuple(
             Assumption(one.text("field"), one.text("assumed"), one.text("why"))

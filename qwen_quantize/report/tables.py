@@ -75,8 +75,9 @@ def comparison_lines(record: Mapping[str, Any]) -> list[str]:
 def _made(record: Manifest, run: Fields) -> list[Fact]:
     chip = " ".join((record.chip.name, *(f"{name} {value}" for name, value in record.chip.versions)))
     smaller = f", {significant(record.compression)} times smaller" if record.compression else ""
-    block = f" in blocks of {_shape(record.block)}" if record.block else ""
+    block = f" in blocks of {_shape(record.block)}" if record.block and not record.region else ""
     scale = f", {record.scale_format} scales" if record.scale_format else ""
+    scale += f" {record.region}" if scale and record.region else ""
     facts = [
         ("model", f"{record.model_name}, {record.architecture}, {human_count(record.parameters)} parameters"),
         ("chip", f"{chip} ({record.chip.why})" if record.chip.why else chip),

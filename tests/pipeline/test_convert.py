@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qwen_quantize.calibrators.block_fp8 import exact_scale, solve_block_fp8
+from qwen_quantize.calibrators.block_fp8 import solve_block_fp8
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
 from qwen_quantize.checkpoint.safetensors_folder import SafetensorsFolder
 from qwen_quantize.checkpoint.source import open_source
@@ -38,6 +38,7 @@ from qwen_quantize.pipeline.convert import (
     convert_tensors,
     job_name,
 )
+from qwen_quantize.pipeline.records import binary_exponents
 
 BLOCK = (16, 16)
 SOURCE_BLOCK = 16
@@ -171,8 +172,8 @@ def test_every_kind_of_source(tmp_path: Path, block: tuple[int, int]) -> None:
     assert run.progress[-1] == ("tensors", len(run.jobs), len(run.jobs))
     for module in LINEARS:
         expected, record = solved(source, module, block), records[f"{module}.weight"]
-        assert torch.equal(written.read(f"{module}.weight").view(torch.uint8), expected.codes)
-        assert torch.equal(written.read(f"{module}.weight_scale_inv"), exact_scale(expected.exponents))
+        assert torch.equal(written.read(f"{module}.weight").view(torch.uint8), expected.quantized.codes)
+        assert torch.equal(written.read(f"{module}.weight_scale_inv"), expected.quantized.scale)
         assert record is not None
         assert (record.name, record.shape, record.notes) == (module, (ROWS, COLUMNS), expected.notes)
         assert record.error == pytest.approx(expected.error, rel=1e-5)
@@ -181,8 +182,8 @@ def test_every_kind_of_source(tmp_path: Path, block: tuple[int, int]) -> None:
         assert record.searched_blocks == expected.searched_blocks
         assert record.zero_blocks == expected.zero_blocks
         assert record.partial_blocks == expected.partial_blocks
-        assert record.sha256 == hashlib.sha256(expected.codes.numpy().tobytes()).hexdigest()
-        values, counts = expected.exponents.unique(return_counts=True)
+        assert record.sha256 == hashlib.sha256(expected.quantized.codes.numpy().tobytes()).hexdigest()
+        values, counts = binary_exponents(expected.quantized.scale).unique(return_counts=True)
         assert record.exponents == {str(v): c for v, c in zip(values.tolist(), counts.tolist(), strict=True)}
     for name in ("f.norm", "g.ids", "h.step", "i.empty", "j.embedding"):
         assert torch.equal(written.read(name), source.read(name))
