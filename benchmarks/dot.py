@@ -26,10 +26,10 @@ import torch
 
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.chip_profiles.arithmetic import resolve_arithmetic
-from qwen_quantize.chip_profiles.dot_unit import dot_unit_of
 from qwen_quantize.chip_profiles.loader import load_profile
 from qwen_quantize.embedded import embedded_model_path
-from qwen_quantize.engine.linear import ActivationCast, ChipCompute, LinearGroup, PlainGroup, emulated
+from qwen_quantize.engine.compute import compute_for
+from qwen_quantize.engine.linear import ChipCompute, LinearGroup, PlainGroup, emulated
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.formats import dot_calls
 from qwen_quantize.formats.cast_rule import RNE_SATURATE
@@ -144,9 +144,8 @@ def measure_model(repeats: int, tokens: int = 1024) -> list[dict[str, object]]:
 
 def chip_of(chip: str, assume: dict[str, str]) -> ChipCompute:
     """How a chip runs linears with groups of 128."""
-    arithmetic = resolve_arithmetic(load_profile(chip), SCHEMES["ue8m0"], assume)
-    cast = ActivationCast(E4M3FN, arithmetic.activation_cast, arithmetic.activation_scale_rule, 128)
-    return ChipCompute(cast, dot_unit_of(arithmetic, E4M3FN, E4M3FN, 128))
+    scheme = SCHEMES["ue8m0"]
+    return compute_for(scheme, resolve_arithmetic(load_profile(chip), scheme, assume))
 
 
 def main() -> int:

@@ -33,13 +33,16 @@ import torch
 from torch import Tensor
 
 from qwen_quantize.checkpoint.source import open_source
-from qwen_quantize.cli.session import ChipQuestion, activation_cast, chip_of, read_text
-from qwen_quantize.engine.linear import ActivationCast, ChipCompute
+from qwen_quantize.checkpoint.stored_linears import StoredLinear
+from qwen_quantize.cli.session import ChipQuestion, folder_chip, read_text
+from qwen_quantize.engine.compute import ComputeRule, computed_as
+from qwen_quantize.engine.linear import ChipCompute
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.eval.compare import evaluate
 from qwen_quantize.eval.regression import Judgement, judge
 from qwen_quantize.eval.token_scores import ScoreRecorder, TokenScores
+from qwen_quantize.formats.activation_cast import GroupCast
 
 PIECE = 256  # tokens that stay together
 NOISE = 2.0**-12
@@ -48,13 +51,26 @@ CONCENTRATION = 0.01  # share of the tokens that a concentrated loss falls on
 
 
 @dataclass(frozen=True, slots=True)
-class NoisyCast(ActivationCast):
+class NoisyCast(GroupCast):
     """A cast whose input is off by a random factor of 1 +- NOISE: the same for the same input shape."""
 
     def __call__(self, x: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(x.numel())
         factor = 1 + NOISE * (2 * torch.rand(x.shape, generator=generator) - 1)
-        return ActivationCast.__call__(self, x * factor)
+        return GroupCast.__call__(self, x * factor)
+
+
+def noisy_chip(chip: ComputeRule) -> ComputeRule:
+    """The chip, with that noise before its casts."""
+
+    def rule(stored: StoredLinear) -> ChipCompute | None:
+        way = computed_as(chip, stored)
+        if way is None or not isinstance(way.cast, GroupCast):
+            return way
+        cast = way.cast
+        return replace(way, cast=NoisyCast(cast.format, cast.rule, cast.scale_rule, cast.group_size))
+
+    return rule
 
 
 def quantize(folder: Path) -> Path:
@@ -64,16 +80,15 @@ def quantize(folder: Path) -> Path:
     return output
 
 
-def record(model: Path, device: str, *, noisy: bool = False) -> TokenScores:
+def record(model: Path, device: str, *, with_noise: bool = False) -> TokenScores:
     """Every prediction over the shipped novel."""
     reader = ModelReader(open_source(model))
-    cast = activation_cast(reader, chip_of(ChipQuestion(device), None)[0])
-    assert cast is not None
-    if noisy:
-        cast = NoisyCast(cast.format, cast.rule, cast.scale_rule, cast.group_size)
+    chip = folder_chip(ChipQuestion(device), None, reader).compute
+    assert chip is not None
     windows, _ = read_text(None, reader, None, 1 << 20)
     recorder = ScoreRecorder()
-    evaluate(StreamedModel(reader, ChipCompute(cast)), windows.windows, watch=recorder.add)
+    model_on_chip = StreamedModel(reader, noisy_chip(chip) if with_noise else chip)
+    evaluate(model_on_chip, windows.windows, watch=recorder.add)
     return recorder.scores(windows.document_ids)
 
 
@@ -134,7 +149,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         model = quantize(Path(name))
         rne, rtz = record(model, "example@1.2"), record(model, "example@1.3")
-        noisy = record(model, "example@1.2", noisy=True)
+        noisy = record(model, "example@1.2", with_noise=True)
     torch.set_num_threads(1)  # thousands of short operations: waking a second thread costs more than it saves
     pairs = {"noise": (rne, noisy), "rne -> rtz": (rne, rtz)}
     sizes = [int(size) for size in options.tokens.split(",")]

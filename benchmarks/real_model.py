@@ -22,14 +22,11 @@ from typing import Any
 
 import torch
 
-from qwen_quantize.checkpoint.layouts import BlockFp8Config
 from qwen_quantize.checkpoint.source import open_source
-from qwen_quantize.cli.session import ChipQuestion, chip_of
-from qwen_quantize.engine.linear import ActivationCast, ChipCompute
+from qwen_quantize.cli.session import ChipQuestion, folder_chip
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.eval.compare import evaluate
-from qwen_quantize.formats.tables import E4M3FN
 from qwen_quantize.pipeline.run import source_tokenizer
 from qwen_quantize.pipeline.texts import evaluation_windows, load_documents
 
@@ -103,13 +100,7 @@ def measure_rows(
     readers = {
         name: ModelReader(open_source(path)) for name, path in (("plain", plain), ("full", calibrated))
     }
-    quantization = readers["plain"].linears.quantization
-    assert isinstance(quantization, BlockFp8Config)
-    arithmetic, _ = chip_of(ChipQuestion(DEVICE), None)
-    cast = ActivationCast(
-        E4M3FN, arithmetic.activation_cast, arithmetic.activation_scale_rule, quantization.block[1]
-    )
-    chip = ChipCompute(cast)
+    chip = folder_chip(ChipQuestion(DEVICE), None, readers["plain"]).compute
     reference = ModelReader(source)
     candidates = {
         "weights rounded, no calibration data; activations untouched": StreamedModel(readers["plain"]),

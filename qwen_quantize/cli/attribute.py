@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
+from qwen_quantize.checkpoint.stored_linears import StoredLinear
 from qwen_quantize.cli.console import StageProgress
+from qwen_quantize.engine.compute import Compute, computed_as
 from qwen_quantize.engine.linear import ChipCompute
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
@@ -17,7 +20,7 @@ from qwen_quantize.pipeline.texts import EvaluationTokens
 def attribution_record(
     reader: ModelReader,
     reference: ModelReader,
-    chip: ChipCompute | None,
+    chip: Compute | None,
     windows: EvaluationTokens,
     progress: StageProgress,
 ) -> dict[str, Any]:
@@ -26,9 +29,10 @@ def attribution_record(
 
     def build(setting: Setting) -> StreamedModel:
         weights = reader if Part.WEIGHTS in setting else original
-        return StreamedModel(weights, chip_with(chip, setting))
+        return StreamedModel(weights, rule_with(chip, setting))
 
-    found = attribute(lambda: StreamedModel(reference), build, parts_of(chip), windows.windows, progress)
+    ways = [way for stored in reader.quantized_linears() if (way := computed_as(chip, stored)) is not None]
+    found = attribute(lambda: StreamedModel(reference), build, parts_of(ways), windows.windows, progress)
     return {
         "parts": [_share(share) for share in found.parts],
         "interactions": [_share(share) for share in found.interactions],
@@ -41,29 +45,43 @@ def attribution_record(
     }
 
 
-def parts_of(chip: ChipCompute | None) -> tuple[Part, ...]:
-    """The parts that this chip's way of computing has."""
-    parts = [Part.WEIGHTS]
-    if chip is not None and chip.cast is not None:
-        parts += [Part.ACTIVATIONS, Part.SCALES]
-    if chip is not None and chip.unit is not None:
-        parts.append(Part.SUMS)
-    return tuple(parts)
+def parts_of(ways: Iterable[ChipCompute]) -> tuple[Part, ...]:
+    """The parts that these ways of computing have, one or more for each kind of linear."""
+    found = {Part.WEIGHTS}
+    for way in ways:
+        if way.cast is not None:
+            found.add(Part.ACTIVATIONS)
+            found |= {Part.SCALES} if way.cast.rounds_scales else set()
+        if way.unit is not None or way.sum_scale_format is not None:
+            found.add(Part.SUMS)
+    return tuple(part for part in Part if part in found)
 
 
-def chip_with(chip: ChipCompute | None, setting: Setting) -> ChipCompute | None:
-    """The chip with only some of its parts on. What is no code any more enters its unit as float32."""
-    if chip is None:
-        return None
+def rule_with(chip: Compute | None, setting: Setting) -> Compute | None:
+    """The chip with only some of its parts on, whatever it does with each linear."""
+    if chip is None or isinstance(chip, ChipCompute):
+        return None if chip is None else chip_with(chip, setting)
+
+    def rule(stored: StoredLinear) -> ChipCompute | None:
+        way = computed_as(chip, stored)
+        return None if way is None else chip_with(way, setting)
+
+    return rule
+
+
+def chip_with(chip: ChipCompute, setting: Setting) -> ChipCompute:
+    """One way of computing with only some of its parts on. What is no code any more enters its unit as float32."""
     cast = chip.cast if Part.ACTIVATIONS in setting else None
-    if cast is not None and Part.SCALES not in setting:
-        cast = replace(cast, unrounded_scales=True)
+    exact = cast is not None and cast.rounds_scales and Part.SCALES not in setting
+    if cast is not None and exact:
+        cast = cast.unrounded()
     unit = chip.unit if Part.SUMS in setting else None
-    if unit is not None and not {Part.ACTIVATIONS, Part.SCALES} <= setting:
+    if unit is not None and (cast is None or exact):
         unit = replace(unit, a_format=FP32)
     if unit is not None and Part.WEIGHTS not in setting:
         unit = replace(unit, b_format=FP32)
-    return ChipCompute(cast, unit)
+    kept = chip.sum_scale_format if Part.SUMS in setting else None
+    return ChipCompute(cast, unit, chip.bare and (unit is not None or kept is not None), kept)
 
 
 def _share(share: Share) -> dict[str, Any]:

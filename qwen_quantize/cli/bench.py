@@ -10,8 +10,7 @@ import torch
 from qwen_quantize.cli.console import Speaker
 from qwen_quantize.cli.session import (
     ChipQuestion,
-    chip_compute,
-    chip_of,
+    folder_chip,
     open_reader,
     peak_memory_bytes,
     read_manifest,
@@ -45,8 +44,8 @@ def run_bench(
     speaker = Speaker(as_json, quiet)
     path = path or str(embedded_model_path())
     reader = open_reader(path)
-    arithmetic, chip = chip_of(ChipQuestion(None), read_manifest(path))
-    compute = chip_compute(reader, arithmetic)
+    chip = folder_chip(ChipQuestion(None), read_manifest(path), reader)
+    compute = chip.compute
     config = reader.blueprint.config
     if prompt_tokens + new_tokens > config.max_position:
         raise UserError(
@@ -61,7 +60,7 @@ def run_bench(
     bound = bandwidth / (speed.weight_bytes + speed.cache_bytes / 2)
     record = {
         "model": path,
-        "emulated_chip": chip if compute is not None else None,
+        "emulated_chip": chip.words if compute is not None else None,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "prefill_tokens_per_second": speed.prefill_tokens_per_second,
@@ -88,7 +87,7 @@ def run_generate(path: str, prompt: str, max_new_tokens: int, *, chat: bool, thr
     use_threads(threads)
     reader = open_reader(path)
     tokenizer = source_tokenizer(reader.source)
-    arithmetic, _ = chip_of(ChipQuestion(None), read_manifest(path))
+    chip = folder_chip(ChipQuestion(None), read_manifest(path), reader)
     if chat:
         prompt = tokenizer.apply_chat_template([Message("user", prompt)], add_generation_prompt=True)
     ids = tokenizer.encode(prompt, add_special_tokens=not chat)
@@ -100,7 +99,7 @@ def run_generate(path: str, prompt: str, max_new_tokens: int, *, chat: bool, thr
         )
     if not ids:
         raise UserError("the prompt is empty")
-    model = load_model(reader, chip_compute(reader, arithmetic))
+    model = load_model(reader, chip.compute)
     stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     new: list[int] = []
     shown = ""

@@ -65,12 +65,18 @@ def show_chip(
     firmware: Firmware = None,
     driver: Driver = None,
     toolkit: Toolkit = None,
+    measured: Annotated[
+        Path | None, typer.Option("--measured", help="Lay what `probe --output` measured over the profile.")
+    ] = None,
 ) -> None:
     """Every fact about one chip with its status, confidence and source."""
     with guard(as_json):
         from qwen_quantize.chip_profiles.devices import members_of
         from qwen_quantize.chip_profiles.loader import split_versions
+        from qwen_quantize.chip_profiles.measured import device_with_layer
 
+        if measured is not None:
+            name = device_with_layer(name, measured)
         named = {"firmware": firmware, "driver": driver, "toolkit": toolkit}
         versions = {key: value for key, value in named.items() if value is not None}
         plain, written = split_versions(name)

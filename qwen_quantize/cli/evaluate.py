@@ -17,15 +17,14 @@ from qwen_quantize.cli.attribute import attribution_record
 from qwen_quantize.cli.console import Speaker, StageProgress
 from qwen_quantize.cli.session import (
     ChipQuestion,
-    chip_compute,
+    folder_chip,
     open_reader,
     peak_memory_bytes,
     read_manifest,
     read_text,
-    resolve_chip,
     use_threads,
 )
-from qwen_quantize.engine.linear import ChipCompute
+from qwen_quantize.engine.compute import Compute
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.errors import UserError
@@ -59,7 +58,7 @@ class EvalRequest:
 def measure(
     reader: ModelReader,
     reference: ModelReader | None,
-    chip: ChipCompute | None,
+    chip: Compute | None,
     windows: EvaluationTokens,
     progress: StageProgress,
     watch: Watch | None = None,
@@ -116,9 +115,11 @@ def run_eval(request: EvalRequest, *, threads: int | None, as_json: bool, quiet:
     if request.attribute and reference is None:
         raise UserError("--attribute compares with the unquantized model; name it with --against")
     question = ChipQuestion(request.device, request.versions, request.assume, request.with_claims)
-    arithmetic, profile, why = resolve_chip(question, manifest)
-    chip = f"{profile.name} ({why})"
-    compute = None if request.weights_only else chip_compute(reader, arithmetic)
+    chip = folder_chip(question, manifest, reader)
+    arithmetic = chip.arithmetic
+    compute = None if request.weights_only else chip.compute
+    if chip.compute is None and next(reader.quantized_linears(), None) is not None:
+        speaker.say("only weights are quantized: activations stay in 16 bits, and no chip's cast is emulated")
     windows, text = read_text(request.text, reader, request.length, request.max_tokens)
     recorder = None if request.record is None else ScoreRecorder()
     with speaker.progress("eval") as progress:
@@ -129,13 +130,13 @@ def run_eval(request: EvalRequest, *, threads: int | None, as_json: bool, quiet:
         with speaker.progress("attribute") as progress:
             attribution = attribution_record(reader, reference, compute, windows, progress)
     if recorder is not None and request.record is not None:
-        computed = (arithmetic, profile) if compute is not None else None
+        computed = (arithmetic, chip.profile) if compute is not None else None
         about = _about(request, reader, computed, (text, windows.text_sha256))
         write_run(Path(request.record), RecordedRun(about, recorder.scores(windows.document_ids)))
     record = {
         "model": request.model,
         "against": path,
-        "chip": chip if compute is not None else None,
+        "chip": chip.words if compute is not None else None,
         "activation_rounding": arithmetic.activation_cast.rounding.value if compute is not None else None,
         "text": text,
         **record,

@@ -35,6 +35,10 @@ Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threa
 Firmware = Annotated[str | None, typer.Option("--firmware", help="Firmware version of the chip.")]
 Driver = Annotated[str | None, typer.Option("--driver", help="Driver version of the chip.")]
 Toolkit = Annotated[str | None, typer.Option("--toolkit", help="Toolkit version (CANN, MUSA, ...).")]
+Measured = Annotated[
+    Path | None,
+    typer.Option("--measured", help="Lay what `probe --output` measured over the chip's profile."),
+]
 
 
 def pairs(options: list[str] | None, flag: str) -> tuple[tuple[str, str], ...]:
@@ -122,9 +126,24 @@ def main_command(
     block_size: Annotated[
         int | None, typer.Option("--block-size", help="Weight block: 128, 64 or 32 (default: by shape).")
     ] = None,
+    scheme: Annotated[
+        str | None,
+        typer.Option("--scheme", help="For rtn and gptq: w4a16, w8a8, fp8, mxfp4 ... (default: w4a16)."),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option("--group-size", help="Weights per scale of 4-bit integers; 0: an output channel."),
+    ] = None,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="4-bit integers with zero points (w4a16).")
+    ] = False,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="How it is stored (default: by method); see the docs.")
+    ] = None,
     firmware: Firmware = None,
     driver: Driver = None,
     toolkit: Toolkit = None,
+    measured: Measured = None,
     assume: Assume = None,
     with_claims: Annotated[
         bool, typer.Option("--with-claims", help="Lay unverified trade-press claims over the profiles.")
@@ -165,7 +184,7 @@ def main_command(
     if version:
         typer.echo(f"qwen_quantize {qwen_quantize.__version__}")
         return
-    if device is None:
+    if device is None and measured is None:
         if model_path is None and output_path is None:
             typer.echo(context.get_help())
             raise typer.Exit(0)
@@ -187,9 +206,13 @@ def main_command(
                 f"--expert-policy {expert_policy!r} is not one of the policies: {', '.join(EXPERT_POLICIES)}"
             )
         from qwen_quantize.calibrators.experts import ExpertPolicy
+        from qwen_quantize.chip_profiles.measured import device_with_layer
         from qwen_quantize.cli.quantize import Validation, run_quantize
         from qwen_quantize.pipeline.recipe import Recipe
 
+        if measured is not None:
+            device = device_with_layer(device, measured)
+        assert device is not None
         recipe = Recipe(
             model_path=model_path or "",
             device=device,
@@ -203,6 +226,10 @@ def main_command(
             ignore=tuple(ignore or ()),
             include=tuple(include or ()),
             block_size=block_size,
+            scheme=scheme,
+            group_size=group_size,
+            asymmetric=asymmetric,
+            layout=layout,
             versions=version_pairs(firmware, driver, toolkit),
             assume=pairs(assume, "--assume"),
             with_claims=with_claims,
@@ -259,6 +286,7 @@ def eval_command(
     firmware: Firmware = None,
     driver: Driver = None,
     toolkit: Toolkit = None,
+    measured: Measured = None,
     assume: Assume = None,
     with_claims: Annotated[bool, typer.Option("--with-claims", help="Use trade-press claims.")] = False,
     threads: Threads = None,
@@ -267,8 +295,11 @@ def eval_command(
 ) -> None:
     """Perplexity of a model and, against a reference, KL, top-1 agreement and error per layer."""
     with guard(as_json):
+        from qwen_quantize.chip_profiles.measured import device_with_layer
         from qwen_quantize.cli.evaluate import EvalRequest, run_eval
 
+        if measured is not None:
+            device = device_with_layer(device, measured)
         run_eval(
             EvalRequest(
                 model=model,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.table import Table
 
+from qwen_quantize.chip_profiles.device_versions import device_versions
 from qwen_quantize.chip_profiles.devices import members_of
 from qwen_quantize.chip_profiles.fingerprint import fingerprint_of, write_fingerprint
 from qwen_quantize.chip_profiles.loader import load_profile, split_versions
@@ -48,6 +49,7 @@ def run_probe(request: ProbeRequest, *, threads: int | None, as_json: bool, quie
     speaker = Speaker(as_json, quiet)
     with speaker.progress("probe") as progress:
         result = probe(device, quick=request.quick, say=lambda what, done, total: progress(what, done, total))
+    result = replace(result, about={**device_versions(request.device), **result.about})
     if not result.products and not result.casts:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(result.unavailable.items())[:3])
         raise UserError(
@@ -56,7 +58,7 @@ def run_probe(request: ProbeRequest, *, threads: int | None, as_json: bool, quie
     chip = request.chip or _chip_of(request.device)
     if request.output is not None:
         request.output.write_text(profile_text(result, chip), encoding="utf-8")
-    fingerprint = fingerprint_of(result)
+    fingerprint = fingerprint_of(result, device)
     if request.fingerprint is not None:
         write_fingerprint(fingerprint, request.fingerprint)
     speaker.show(*_tables(result))
@@ -85,7 +87,12 @@ def device_named(text: str, with_claims: bool = False) -> ProbedDevice:
 
 
 def _chip_of(device: str) -> str | None:
-    return split_versions(device.removeprefix(EMULATED))[0] if device.startswith(EMULATED) else None
+    """An emulated chip at its versions; a real device does not say which profile is its own."""
+    if not device.startswith(EMULATED):
+        return None
+    name, versions = split_versions(device.removeprefix(EMULATED))
+    member = members_of(name)[0]
+    return f"{member}@{versions}" if versions else member
 
 
 def _tables(result: ProbeResult) -> tuple[list[Table], list[str]]:

@@ -12,11 +12,18 @@ from qwen_quantize.checkpoint.source import CheckpointSource, open_source
 from qwen_quantize.cli.console import Speaker, canonical_json
 from qwen_quantize.cli.dry_run import dry_run_record, group_lines, group_tables
 from qwen_quantize.cli.evaluate import measure
-from qwen_quantize.cli.session import REPORT_NAME, peak_memory_bytes, read_text, use_threads
+from qwen_quantize.cli.session import (
+    REPORT_NAME,
+    chip_compute,
+    peak_memory_bytes,
+    read_text,
+    use_threads,
+)
 from qwen_quantize.embedded import calibration_text_path, embedded_by_name
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
 from qwen_quantize.eval.compare import HEAD_BATCH_BYTES
+from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME, build_manifest
 from qwen_quantize.pipeline.memory import validation_memory
 from qwen_quantize.pipeline.plan import Plan, make_plan
@@ -153,7 +160,7 @@ def _validate(
     """The engine reads the written bytes back and is compared with the unquantized source."""
     written = ModelReader(open_source(staged.folder.staging))
     with speaker.progress("validate") as progress:
-        return measure(written, reader, staged.plan.chip_compute(), windows, progress)
+        return measure(written, reader, chip_compute(written, staged.plan.arithmetic), windows, progress)
 
 
 def check_output(target: Path, inputs: Sequence[str | None]) -> None:
@@ -193,6 +200,20 @@ def _model_line(plan: Plan) -> str:
     return f"{text}, {experts} routed experts" if experts else text
 
 
+def scheme_line(scheme: Scheme) -> str:
+    """What becomes of weights and activations, in words."""
+    weight, activation = scheme.weight, scheme.activation
+    zero = "" if weight.symmetric else " and a zero point"
+    text = f"{weight.format.name} weights, a {weight.scale_format.name} scale{zero} {weight.granularity.describe()}"
+    if activation is None:
+        return f"{text}; activations stay"
+    when = "found at run time" if scheme.dynamic else "fixed"
+    return (
+        f"{text}; {activation.format.name} activations, {activation.scale_format.name} scales "
+        f"{activation.granularity.describe()}, {when}"
+    )
+
+
 def plan_lines(plan: Plan) -> list[str]:
     """What will be done, in a few readable lines."""
     profile = plan.resolution.profile
@@ -201,9 +222,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"model:  {_model_line(plan)}",
         f"chip:   {profile.name}"
         + (f" ({plan.resolution.alias_explanation})" if plan.resolution.alias_explanation else ""),
-        f"method: {plan.method.name}: {plan.scheme.weight.format.name} weights in blocks of "
-        f"{plan.block[0]}x{plan.block[1]}, activations per token in groups of {plan.block[1]}, "
-        f"layout {plan.layout.name}",
+        f"method: {plan.method.name}: {scheme_line(plan.scheme)}, layout {plan.layout.name}",
         f"tensors: {actions.count('quantize')} quantized, {actions.count('keep')} kept, "
         f"{actions.count('drop')} dropped; output {human_bytes(plan.output_bytes)}, "
         f"peak memory about {human_bytes(plan.peak_memory_bytes)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from qwen_quantize.calibrators.experts import ExpertPolicy
+from qwen_quantize.chip_profiles.arithmetic import Arithmetic
 from qwen_quantize.chip_profiles.devices import resolve_device
+from qwen_quantize.chip_profiles.headroom import overflow_words, rule_with_headroom
 from qwen_quantize.cli.console import Speaker
 from qwen_quantize.cli.quantize import Validation, run_quantize
 from qwen_quantize.cli.regress_answers import Answers, chip_cast, run_scores
@@ -20,6 +23,7 @@ from qwen_quantize.eval.divergence import quantiles
 from qwen_quantize.eval.perplexity import perplexity
 from qwen_quantize.eval.regression import truncated_kl
 from qwen_quantize.eval.token_scores import TokenScores
+from qwen_quantize.formats.scales import ScaleRule
 from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.texts import EvaluationTokens
@@ -33,14 +37,21 @@ _OPTIONS = {
     "seed": "--seed",
     "expert_policy": "--expert-policy",
     "block_size": "--block-size",
+    "scheme": "--scheme",
+    "group_size": "--group-size",
+    "layout": "--layout",
     "max_memory": "--max-memory",
 }
-_FLAGS = {"with_claims": "--with-claims", "allow_unsupported": "--allow-unsupported"}
+_FLAGS = {
+    "asymmetric": "--asymmetric",
+    "with_claims": "--with-claims",
+    "allow_unsupported": "--allow-unsupported",
+}
 _LISTS = {"ignore": "--ignore", "include": "--include"}
 _TEXTS = ("method",)
-_OPTIONAL_TEXTS = ("dataset", "column")
+_OPTIONAL_TEXTS = ("dataset", "column", "scheme", "layout")
 _INTEGERS = ("samples", "length", "seed", "max_shard_bytes")
-_OPTIONAL_INTEGERS = ("block_size", "max_memory")
+_OPTIONAL_INTEGERS = ("block_size", "group_size", "max_memory")
 
 
 def recipe_for(
@@ -48,7 +59,8 @@ def recipe_for(
 ) -> Recipe:
     """The manifest's own request for the chip that the second side names, else for the manifest's.
 
-    dataset: calibrate on this instead.
+    dataset: calibrate on this instead. Where the second side's cast overflows under its scale rule, the recipe
+    assumes a rule that leaves headroom: whoever serves the model must choose it.
     """
     before, after = sides
     device = after.device or side_of_record(manifest, where, scheme).device
@@ -58,6 +70,14 @@ def recipe_for(
     if dataset is not None:
         recipe = replace(recipe, dataset=dataset, column=None)
     assume = assumptions_for(after, before, device, scheme)
+    arithmetic = arithmetic_of(after, before, scheme)
+    if overflow_words(arithmetic, scheme) is not None:
+        profile = resolve_device(
+            device, scheme, with_claims=after.with_claims, allow_unsupported=True
+        ).profile
+        rule = rule_with_headroom(profile, scheme, arithmetic.activation_cast)
+        if rule is not None:
+            assume["scale.rule"] = rule
     return replace(
         recipe,
         device=device,
@@ -158,7 +178,10 @@ def recalibrate(
     windows: EvaluationTokens,
     speaker: Speaker,
 ) -> dict[str, Any]:
-    """Quantize again and measure all three on the same text; KL is from the unquantized model, a lower bound."""
+    """Quantize again and measure all three on the same text; KL is from the unquantized model, a lower bound.
+
+    `conditions` of the result says what else must change for the figures to hold.
+    """
     speaker.say(f"quantizing again for {recipe.device} into {output}")
     run_quantize(
         recipe,
@@ -174,7 +197,8 @@ def recalibrate(
     with speaker.progress("regress, unquantized") as progress:
         source = run_scores(open_reader(recipe.model_path), None, windows, progress)
     again = open_reader(str(output))
-    cast = chip_cast(again, arithmetic_of(sides[1], sides[0], scheme))
+    served, conditions = _as_served(arithmetic_of(sides[1], sides[0], scheme), recipe, scheme)
+    cast = chip_cast(again, served)
     with speaker.progress("regress, recalibrated") as progress:
         scores = run_scores(again, cast, windows, progress)
     rows = [
@@ -185,13 +209,35 @@ def recalibrate(
     return {
         "output_path": str(output),
         "rows": rows,
-        "recovered_fraction": (after - new) / (after - before) if after != before else None,
+        "recovered_fraction": recovered_fraction(before, after, new),
+        "conditions": conditions,
         "unquantized_perplexity": perplexity(-source.log_probability.double()),
     }
 
 
+def _as_served(arithmetic: Arithmetic, recipe: Recipe, scheme: Scheme) -> tuple[Arithmetic, list[str]]:
+    """The arithmetic that the new model will meet, and what must be done where it is served for that."""
+    words, rule = overflow_words(arithmetic, scheme), dict(recipe.assume).get("scale.rule")
+    if words is None or rule is None:
+        return arithmetic, []
+    note = f"{words}; no weights make up for that: choose the scale rule {rule} where the model is served"
+    return replace(arithmetic, activation_scale_rule=ScaleRule(rule)), [note]
+
+
+def recovered_fraction(before: float, after: float, again: float) -> float | None:
+    """The share of the perplexity added from `before` to `after` that `again` takes back.
+
+    None where nothing was added. Of an infinite loss a finite perplexity takes back all, as the limit has it.
+    """
+    if after == before or not math.isfinite(before):
+        return None
+    if math.isinf(after):
+        return 1.0 if math.isfinite(again) else 0.0
+    return (after - again) / (after - before)
+
+
 def _row(name: str, source: TokenScores, run: TokenScores) -> dict[str, Any]:
-    kl = truncated_kl(source, run)
+    kl = truncated_kl(source, run).nan_to_num(nan=math.inf)
     (p99,) = quantiles(kl, (0.99,))
     return {
         "name": name,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from qwen_quantize.chip_profiles.behaviour import OUTPUTS, differing, unnamed_changes, version_changes
 from qwen_quantize.chip_profiles.difference import (
     EMULATED,
     WITHOUT_EFFECT_ON_DYNAMIC_SCALES,
@@ -22,10 +23,16 @@ from qwen_quantize.cli.quantize import check_output
 from qwen_quantize.cli.recalibrate import check_recalibration, command_for, recalibrate, recipe_for
 from qwen_quantize.cli.regress_answers import Answers, TextChoice, compare_answers, text_windows
 from qwen_quantize.cli.regress_sides import Side, read_side
-from qwen_quantize.cli.session import open_reader, peak_memory_bytes, read_manifest, use_threads
+from qwen_quantize.cli.session import (
+    main_scheme,
+    open_reader,
+    peak_memory_bytes,
+    read_manifest,
+    use_threads,
+)
 from qwen_quantize.errors import UserError
 from qwen_quantize.eval.regression import Limits
-from qwen_quantize.formats.schemes import SCHEMES, Scheme
+from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.report.junit import Case, junit_xml
 from qwen_quantize.report.regression_tables import regression_lines, regression_tables
@@ -69,19 +76,21 @@ def run_regress(request: RegressRequest, *, threads: int | None, as_json: bool, 
         raise UserError(f"--junit {request.junit}: there is no folder {request.junit.parent}; make it first")
     reader = open_reader(request.model)
     manifest = read_manifest(request.model)
-    scheme = _scheme(manifest)
+    scheme = main_scheme(reader)
     assumed = {} if manifest is None else _strings(manifest["request"].get("assume"))
     before = read_side(request.before, scheme, assumed, request.with_claims)
     after = read_side(request.after, scheme, assumed, request.with_claims)
     recipe, why_not = _recipe(request, manifest, (before, after), scheme)
     target = "e4m3fn" if scheme.activation is None else scheme.activation.format.name
-    found = difference(before.fields, after.fields, target)
-    notes = _notes(before, after, found)
+    found = _with_outputs(before, after, difference(before.fields, after.fields, target), target)
+    notes = _notes(before, after, found, target)
     choice = TextChoice(request.text, request.max_tokens)
     answers = compare_answers(
         reader, (before, after), found, scheme, choice, Limits(margin=request.margin), speaker
     )
-    verdict, conclusive, advice, command = _conclusion(request, found, answers, recipe)
+    recorded = before.run is not None and after.run is not None
+    left_open = [] if recorded else [change.text for change in found.changed if not _emulated(change.field)]
+    verdict, conclusive, advice, command = _conclusion(request, found, left_open, answers, recipe)
     if why_not and verdict == "recalibrate":
         notes.append(f"how to quantize again cannot be said: {why_not}")
     if recipe is not None and recipe.dataset is None and verdict == "recalibrate":
@@ -156,17 +165,37 @@ def junit_cases(record: Mapping[str, Any]) -> list[Case]:
     return cases
 
 
-def _scheme(manifest: Mapping[str, Any] | None) -> Scheme:
-    method = "ue8m0" if manifest is None else manifest.get("method", "ue8m0")
-    return SCHEMES.get(str(method), SCHEMES["ue8m0"])
-
-
 def _strings(value: object) -> dict[str, str]:
     return {str(key): str(item) for key, item in value.items()} if isinstance(value, dict) else {}
 
 
-def _notes(before: Side, after: Side, found: Difference) -> list[str]:
+def _with_outputs(before: Side, after: Side, found: Difference, target: str) -> Difference:
+    """With what only the outputs for fixed inputs show, where both sides have them."""
+    if before.behaviour is None or after.behaviour is None:
+        return found
+    unnamed = unnamed_changes(before.behaviour, after.behaviour, found.changed, target)
+    return replace(found, changed=(*found.changed, *unnamed))
+
+
+def _behaviour_notes(before: Side, after: Side, found: Difference, target: str) -> list[str]:
     notes = []
+    ours, theirs = before.behaviour, after.behaviour
+    if ours is not None and theirs is not None:
+        if ours.corpus != theirs.corpus:
+            notes.append("the outputs of the two sides are of different inputs, so they were not compared")
+        own = (f"fp32->{target}", f"{target}*{target}->")
+        others = [name for name in differing(ours, theirs) if not name.startswith(own)]
+        if others:
+            notes.append(f"changed too, and not used by this model: the outputs of {', '.join(others)}")
+    if any(change.field.startswith(OUTPUTS) for change in found.changed):
+        versions = version_changes(before.versions, after.versions)
+        words = "; ".join(versions) if versions else "none that both sides state"
+        notes.append(f"versions that differ: {words}")
+    return notes
+
+
+def _notes(before: Side, after: Side, found: Difference, target: str) -> list[str]:
+    notes = _behaviour_notes(before, after, found, target)
     if found.not_compared:
         listed = ", ".join(found.not_compared[:3])
         more = len(found.not_compared) - 3
@@ -179,7 +208,11 @@ def _notes(before: Side, after: Side, found: Difference) -> list[str]:
         models = (before.run.about.model_fingerprint, after.run.about.model_fingerprint)
         if models[0] != models[1]:
             notes.append("the two runs are of different model files: they differ by more than the chip")
-    lost = [change.field for change in found.changed if not _emulated(change.field)]
+    lost = [
+        change.field
+        for change in found.changed
+        if not _emulated(change.field) and not change.field.startswith(OUTPUTS)
+    ]
     if lost and not (before.run is not None and after.run is not None):
         notes.append(
             f"the engine does not emulate {', '.join(lost)}, so its effect on the answers was not computed: level 2 "
@@ -193,9 +226,16 @@ def _emulated(field: str) -> bool:
 
 
 def _conclusion(
-    request: RegressRequest, found: Difference, answers: Answers | None, recipe: Recipe | None
+    request: RegressRequest,
+    found: Difference,
+    left_open: Sequence[str],
+    answers: Answers | None,
+    recipe: Recipe | None,
 ) -> tuple[str, bool, str, str | None]:
-    """(verdict, whether it is certain, what to do in words, the command line that does it)."""
+    """(verdict, whether it is certain, what to do in words, the command line that does it).
+
+    left_open: changes, in words, that the answers do not take into account.
+    """
     again = None
     if recipe is not None:
         again = command_for(recipe, str(request.recalibrate or _NEW_MODEL))
@@ -207,6 +247,12 @@ def _conclusion(
         words = "the effect of what changed cannot be computed here: compare recorded runs, or quantize again"
         return "recalibrate", False, words, again
     judgement = answers.judgement
+    if judgement.harmless and left_open:
+        words = (
+            f"what could be computed is harmless, the effect of what else changed ({'; '.join(left_open)}) could not: "
+            "compare recorded runs, or quantize again"
+        )
+        return "recalibrate", False, words, again
     if judgement.harmless:
         words = f"nothing to do: a loss of {request.margin:.2%} or more is excluded"
         return "harmless", True, words, None

@@ -11,7 +11,7 @@ from qwen_quantize.chip_profiles.difference import EMULATED, Difference
 from qwen_quantize.cli.console import Speaker, StageProgress
 from qwen_quantize.cli.regress_sides import Side, arithmetic_of
 from qwen_quantize.cli.session import chip_compute, read_text
-from qwen_quantize.engine.linear import ChipCompute
+from qwen_quantize.engine.compute import Compute, FolderCompute
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.errors import UserError
@@ -91,7 +91,7 @@ def _same(first: TokenScores, second: TokenScores) -> bool:
     )
 
 
-def chip_cast(reader: ModelReader, arithmetic: Arithmetic) -> ChipCompute:
+def chip_cast(reader: ModelReader, arithmetic: Arithmetic) -> FolderCompute:
     """The cast of the model's activations; UserError where there is none, or none that repeats."""
     rounding = arithmetic.activation_cast.rounding
     if rounding in _NOT_REPEATABLE:
@@ -99,8 +99,8 @@ def chip_cast(reader: ModelReader, arithmetic: Arithmetic) -> ChipCompute:
     chip = chip_compute(reader, arithmetic)
     if chip is None:
         raise UserError(
-            f"{reader.source.path} has no FP8 block weights, so no cast of a chip touches its activations; "
-            "quantize it first"
+            f"{reader.source.path} has no linears whose activations a chip casts; quantize it first, with a method "
+            "that casts them"
         )
     return chip
 
@@ -125,7 +125,7 @@ def text_windows(
 
 
 def run_scores(
-    reader: ModelReader, chip: ChipCompute | None, windows: EvaluationTokens, progress: StageProgress
+    reader: ModelReader, chip: Compute | None, windows: EvaluationTokens, progress: StageProgress
 ) -> TokenScores:
     """What the model says of every token under a cast of its activations."""
     recorder = ScoreRecorder()

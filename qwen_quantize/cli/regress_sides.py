@@ -1,18 +1,21 @@
-"""What `--before` and `--after` may name: a chip at some versions, a model folder, a fingerprint, a recorded run."""
+"""What `--before` and `--after` may name: a chip, a measured layer, a model folder, a fingerprint, a recorded run."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
 
 from qwen_quantize.checkpoint.json_file import read_object
 from qwen_quantize.chip_profiles.arithmetic import ASSUMABLE, Arithmetic, resolve_arithmetic
+from qwen_quantize.chip_profiles.behaviour import Behaviour, behaviour_of, read_behaviour
 from qwen_quantize.chip_profiles.devices import members_of, resolve_device
 from qwen_quantize.chip_profiles.difference import arithmetic_from_fields
-from qwen_quantize.chip_profiles.loader import split_versions
+from qwen_quantize.chip_profiles.fingerprint import KIND, fingerprint_from
+from qwen_quantize.chip_profiles.loader import measured_chip, no_chip, split_versions
 from qwen_quantize.errors import UserError
 from qwen_quantize.eval.recording import RecordedRun, read_run
 from qwen_quantize.formats.schemes import Scheme
@@ -20,6 +23,7 @@ from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 
 _MANIFEST_BYTES = 256 << 20
 _FINGERPRINT_BYTES = 16 << 20
+_FACTS = ("casts", "matmul")  # keys of a profile's arithmetic, which an arithmetic by fields has not
 _LONGEST_VALUE = 200  # characters of one field of an arithmetic
 
 
@@ -27,7 +31,8 @@ _LONGEST_VALUE = 200  # characters of one field of an arithmetic
 class Side:
     """One of the two arithmetics. fields: what it states of it, by the names of `Arithmetic.fields`.
 
-    device: the chip as `--device` takes it, None where a file does not say.
+    device: the chip as `--device` takes it, None where a file does not say. behaviour: the outputs for fixed inputs,
+    None where the side has none. versions: of what made them.
     """
 
     name: str
@@ -35,6 +40,8 @@ class Side:
     device: str | None
     with_claims: bool
     run: RecordedRun | None = None
+    behaviour: Behaviour | None = None
+    versions: Mapping[str, str] = dataclass_field(default_factory=dict)
 
 
 def read_side(text: str, scheme: Scheme, assumed: Mapping[str, str], with_claims: bool) -> Side:
@@ -53,14 +60,18 @@ def read_side(text: str, scheme: Scheme, assumed: Mapping[str, str], with_claims
         return side_of_record(read_object(path, _MANIFEST_BYTES), text, scheme)
     if path.suffix == ".toml" and path.is_file():
         tables = _toml(path)
-        if not isinstance(tables.get("chip"), dict) or "title" not in tables["chip"]:
+        if not _is_layer(tables, text) and (
+            not isinstance(tables.get("chip"), dict) or "title" not in tables["chip"]
+        ):
             return side_of_record(tables, text, scheme)
     resolution = resolve_device(text, scheme, with_claims=with_claims, allow_unsupported=True)
     stated = resolve_arithmetic(resolution.profile, scheme)
     open_fields = {assumption.field for assumption in stated.assumptions}
     chosen = {field: value for field, value in assumed.items() if field in open_fields}
     arithmetic = resolve_arithmetic(resolution.profile, scheme, chosen)
-    return Side(text, arithmetic.fields(), text, with_claims)
+    behaviour = behaviour_of(arithmetic, scheme, resolution.profile.versions)
+    fields = arithmetic.fields()
+    return Side(text, fields, text, with_claims, behaviour=behaviour, versions=behaviour.versions)
 
 
 def assumptions_for(side: Side, other: Side, device: str, scheme: Scheme) -> dict[str, str]:
@@ -90,8 +101,34 @@ def _is_device(text: str) -> bool:
     return True
 
 
+def _is_layer(tables: Mapping[str, Any], text: str) -> bool:
+    """Whether a TOML file holds measured facts of a chip; UserError where it does not say of which."""
+    if measured_chip(tables, text) is not None:
+        return True
+    arithmetic = tables.get("arithmetic")
+    facts = isinstance(arithmetic, dict) and any(key in arithmetic for key in _FACTS)
+    if facts and "chip" not in tables:
+        raise no_chip(text)
+    return False
+
+
+def _side_of_fingerprint(record: Mapping[str, Any], text: str, scheme: Scheme) -> Side:
+    """What `probe` wrote; UserError where it was changed since, or did not find what the scheme needs."""
+    found = fingerprint_from(record, text)
+    wanted = None if scheme.activation is None else scheme.activation.format.name
+    if wanted is not None and found.operands != wanted:
+        raise UserError(
+            f"{text} is a fingerprint of {found.operands or 'no narrow'} arithmetic, and this model needs that of "
+            f"{wanted}; probe a device that has it"
+        )
+    fields = _checked_fields(dict(found.arithmetic), text, scheme)
+    return Side(text, fields, None, False, behaviour=found.behaviour, versions=found.versions)
+
+
 def side_of_record(record: Mapping[str, Any], text: str, scheme: Scheme) -> Side:
     """A manifest, `chip.arithmetic`, or a fingerprint, `arithmetic`."""
+    if record.get("kind") == KIND:
+        return _side_of_fingerprint(record, text, scheme)
     chip = record.get("chip")
     inside = chip if isinstance(chip, dict) else {}
     arithmetic = inside.get("arithmetic", record.get("arithmetic"))
@@ -103,6 +140,7 @@ def side_of_record(record: Mapping[str, Any], text: str, scheme: Scheme) -> Side
     device = str(asked.get("device", "")).rpartition("@")[0] or str(asked.get("device", ""))
     name = device if device.endswith(".toml") else inside.get("name", chip)
     versions = inside.get("versions", record.get("versions"))
+    behaviour = read_behaviour(inside.get("behaviour"), text)
     return Side(
         text,
         fields,
@@ -110,6 +148,8 @@ def side_of_record(record: Mapping[str, Any], text: str, scheme: Scheme) -> Side
             name if isinstance(name, str) and name else None, versions if isinstance(versions, dict) else {}
         ),
         asked.get("with_claims") is True,
+        behaviour=behaviour,
+        versions={} if behaviour is None else behaviour.versions,
     )
 
 

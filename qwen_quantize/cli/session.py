@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qwen_quantize.checkpoint.json_file import read_object
-from qwen_quantize.checkpoint.layouts import BlockFp8Config
 from qwen_quantize.checkpoint.source import open_source
-from qwen_quantize.chip_profiles.arithmetic import Arithmetic, resolve_arithmetic
+from qwen_quantize.chip_profiles.arithmetic import Arithmetic, assumable_for, resolve_arithmetic
 from qwen_quantize.chip_profiles.devices import resolve_device
-from qwen_quantize.chip_profiles.dot_unit import dot_unit_of
 from qwen_quantize.chip_profiles.schema import ChipProfile
 from qwen_quantize.embedded import heldout_text_path
-from qwen_quantize.engine.linear import ActivationCast, ChipCompute
+from qwen_quantize.engine.compute import FolderCompute, schemes_of
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
-from qwen_quantize.formats.schemes import SCHEMES
-from qwen_quantize.formats.spec import TableFormat
-from qwen_quantize.formats.tables import E4M3FN
+from qwen_quantize.formats.schemes import SCHEMES, Scheme
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 from qwen_quantize.pipeline.run import check_token_ids, source_tokenizer
 from qwen_quantize.pipeline.texts import EvaluationTokens, evaluation_windows, load_documents
@@ -79,25 +75,25 @@ def chip_of(question: ChipQuestion, manifest: Mapping[str, Any] | None) -> tuple
 
 
 def resolve_chip(
-    question: ChipQuestion, manifest: Mapping[str, Any] | None
+    question: ChipQuestion, manifest: Mapping[str, Any] | None, schemes: Sequence[Scheme] = ()
 ) -> tuple[Arithmetic, ChipProfile, str]:
     """The arithmetic to emulate, the profile it is from, and why this one.
 
-    Without a device the manifest's chip counts, at the versions and with the assumptions it was made for.
+    Without a device the manifest's chip counts, at the versions and with the assumptions it was made for. schemes:
+    of the folder; the arithmetic is that of the first, of `ue8m0` if there is none.
     """
-    scheme = SCHEMES["ue8m0"]
+    scheme = schemes[0] if schemes else SCHEMES["ue8m0"]
     device, why = question.device, "asked for"
-    versions, assume = dict(question.versions), dict(question.assume)
+    versions, assume = dict(question.versions), assumed_by(question, manifest)
     with_claims, made_for = question.with_claims, None
     if device is None and manifest is not None:
         chip, request = manifest["chip"], manifest["request"]
         asked = str(request.get("device", ""))
         is_file = asked.split("@")[0].endswith(".toml")
         device = asked.split("@")[0] if is_file else str(chip.get("name"))
-        if not versions and not assume and not with_claims:
+        if not versions and not question.assume and not with_claims:
             made_for = chip.get("fingerprint")
         versions = {**_strings(chip.get("versions")), **versions}
-        assume = {**_strings(request.get("assume")), **assume}
         with_claims = with_claims or request.get("with_claims") is True
         why = "from the model's manifest"
     if device is None:
@@ -105,38 +101,91 @@ def resolve_chip(
     resolution = resolve_device(
         device, scheme, versions=versions, with_claims=with_claims, allow_unsupported=True
     )
-    arithmetic = resolve_arithmetic(resolution.profile, scheme, assume)
-    if made_for is not None and arithmetic.fingerprint != made_for:
+    arithmetic = resolve_arithmetic(resolution.profile, scheme, _own(scheme, assume, schemes))
+    same = [replace(arithmetic, scheme=name) for name in SCHEMES if _is_of(name, scheme)]
+    if made_for is not None and made_for not in [like.fingerprint for like in same]:
         why += "; its profile computes otherwise than when the model was made"
     return arithmetic, resolution.profile, why
+
+
+def assumed_by(question: ChipQuestion, manifest: Mapping[str, Any] | None) -> dict[str, str]:
+    """What is to be assumed: the manifest's assumptions, if its chip counts, and those of the question."""
+    own = (
+        {} if manifest is None or question.device is not None else _strings(manifest["request"].get("assume"))
+    )
+    return {**own, **dict(question.assume)}
+
+
+def _own(scheme: Scheme, assume: Mapping[str, str], schemes: Sequence[Scheme] = ()) -> dict[str, str]:
+    """Without the assumptions on steps that only other `schemes` have; the rest is for `resolve_arithmetic`."""
+    others = {key for other in schemes if other != scheme for key in assumable_for(other)}
+    return {key: value for key, value in assume.items() if key in assumable_for(scheme) or key not in others}
+
+
+def _is_of(name: str, scheme: Scheme) -> bool:
+    """Whether the named scheme casts inputs as `scheme` does; a linear's input does not tell w4a8 from w8a8."""
+    return name == scheme.name or (name in SCHEMES and SCHEMES[name].activation == scheme.activation)
 
 
 def _strings(value: object) -> dict[str, str]:
     return {str(k): str(v) for k, v in value.items()} if isinstance(value, dict) else {}
 
 
-def activation_cast(reader: ModelReader, arithmetic: Arithmetic) -> ActivationCast | None:
-    """The cast of the activations of a model in block FP8; None for any other."""
-    quantization = reader.linears.quantization
-    if not isinstance(quantization, BlockFp8Config):
-        return None
-    activation = SCHEMES["ue8m0"].activation
-    assert activation is not None
-    return ActivationCast(
-        activation.format,
-        arithmetic.activation_cast,
-        arithmetic.activation_scale_rule,
-        quantization.block[1],
-    )
+def folder_schemes(reader: ModelReader) -> tuple[Scheme, ...]:
+    """What the inputs of the model's quantized linears are cast to, most frequent first; () where none is."""
+    return schemes_of(reader.quantized_linears())
 
 
-def chip_compute(reader: ModelReader, arithmetic: Arithmetic) -> ChipCompute | None:
-    """How the chip runs the linears of a model in block FP8; None for any other model."""
-    cast = activation_cast(reader, arithmetic)
-    if cast is None:
-        return None
-    assert not isinstance(cast.format, TableFormat)
-    return ChipCompute(cast, dot_unit_of(arithmetic, E4M3FN, cast.format, cast.group_size))
+def main_scheme(reader: ModelReader) -> Scheme:
+    """The scheme whose arithmetic stands for the folder in records; `ue8m0` where no input is cast."""
+    return next(iter(folder_schemes(reader)), SCHEMES["ue8m0"])
+
+
+@dataclass(frozen=True, slots=True)
+class FolderChip:
+    """The chip that a folder is judged under. arithmetic: of the most frequent scheme.
+
+    compute: how the chip runs its linears, None where no input is cast.
+    """
+
+    arithmetic: Arithmetic
+    profile: ChipProfile
+    why: str
+    compute: FolderCompute | None
+
+    @property
+    def words(self) -> str:
+        return f"{self.profile.name} ({self.why})"
+
+
+def folder_chip(
+    question: ChipQuestion, manifest: Mapping[str, Any] | None, reader: ModelReader
+) -> FolderChip:
+    """Each scheme of a mixed folder has its own arithmetic, and takes of the assumptions what it has a step for."""
+    schemes = folder_schemes(reader)
+    arithmetic, profile, why = resolve_chip(question, manifest, schemes)
+    if not schemes:
+        return FolderChip(arithmetic, profile, why, None)
+    assume = assumed_by(question, manifest)
+    arithmetics = {
+        scheme: resolve_arithmetic(profile, scheme, _own(scheme, assume, schemes)) for scheme in schemes
+    }
+    return FolderChip(arithmetic, profile, why, FolderCompute(reader.source, arithmetics))
+
+
+def chip_compute(reader: ModelReader, arithmetic: Arithmetic) -> FolderCompute | None:
+    """How a chip of this arithmetic runs the model's linears; None where no input is cast.
+
+    UserError for a folder of several schemes: one arithmetic is that of one scheme.
+    """
+    schemes = folder_schemes(reader)
+    others = sorted({scheme.name for scheme in schemes if not _is_of(arithmetic.scheme, scheme)})
+    if others:
+        raise UserError(
+            f"{reader.source.path} has inputs of scheme {', '.join(others)}, and the arithmetic is that of "
+            f"{arithmetic.scheme}: only `eval` computes with several"
+        )
+    return FolderCompute(reader.source, dict.fromkeys(schemes, arithmetic)) if schemes else None
 
 
 def open_reader(path: str) -> ModelReader:

@@ -24,6 +24,7 @@ Progress = Callable[[str, int, int], None]  # (what is done, steps done, steps i
 Watch = Callable[[Tensor, Tensor], None]  # (log-probabilities [rows, vocab], targets [rows]), batch by batch
 
 _ROWS_PER_HEAD_BATCH = 256
+LOST_DB = -999.0  # stands for hidden states that are no numbers: JSON has no infinity
 HEAD_BATCH_BYTES = 64 << 20  # of one model's log-probabilities; about five such tensors live at a time
 
 
@@ -45,8 +46,9 @@ class LayerComparison:
 class Comparison:
     """A model measured on a text; the second half of the fields needs a reference and is None without.
 
-    tokens: scored predictions. KL in nats of KL(reference || model) per token. rise: perplexity over the
-    reference's, minus one, with its paired standard error.
+    tokens: scored predictions; lost_predictions: those whose probabilities are no numbers, because an overflow
+    became NaN on the way: perplexity and KL are infinite then. KL in nats of KL(reference || model) per token.
+    rise: perplexity over the reference's, minus one, with its paired standard error.
     """
 
     tokens: int
@@ -66,6 +68,7 @@ class Comparison:
     layers: tuple[LayerComparison, ...] = ()
     kl_edges: tuple[float, ...] = ()
     kl_counts: tuple[int, ...] = ()
+    lost_predictions: int = 0
 
 
 def _ignore(_what: str, _done: int, _total: int) -> None:
@@ -113,6 +116,8 @@ def _router_agreement(reference: LayeredScorer, model: LayeredScorer) -> float |
 
 
 def _layer_record(index: int, error: LayerError, router_agreement: float | None) -> LayerComparison:
+    if not math.isfinite(error.noise):
+        return LayerComparison(index, LOST_DB, 0.0, router_agreement)
     sqnr = 10 * math.log10(error.signal / error.noise) if error.noise > 0 and error.signal > 0 else math.inf
     return LayerComparison(index, sqnr, error.cosine / error.tokens, router_agreement)
 
@@ -147,8 +152,9 @@ def _score(
         progress("predictions", min(begin + rows_per_batch, total), total)
     nll = [concatenated(parts) for parts in losses]
     window_tokens = windows.shape[1] - 1
+    lost = int(nll[0].isnan().sum())
     if len(models) == 1:
-        return Comparison(total, windows.shape[0], window_tokens, perplexity(nll[0]))
+        return Comparison(total, windows.shape[0], window_tokens, perplexity(nll[0]), lost_predictions=lost)
     kl = concatenated(divergences)
     rise, error = paired_rise(nll[1], nll[0], window_tokens)
     p50, p90, p99 = quantiles(kl, (0.5, 0.9, 0.99))
@@ -172,4 +178,5 @@ def _score(
         layers=layers,
         kl_edges=tuple(edges),
         kl_counts=tuple(counts),
+        lost_predictions=lost,
     )

@@ -11,9 +11,11 @@ KL_FLOOR = 1e-9  # where the histogram's logarithmic axis begins
 def token_kl(reference: Tensor, candidate: Tensor) -> Tensor:
     """KL(p_reference || p_candidate) per row, in nats, from log-probabilities [rows, vocab] -> float64 [rows].
 
-    The sum runs in float32 over the vocabulary; tiny negative results of rounding count as zero.
+    The sum runs in float32 over the vocabulary; tiny negative results of rounding count as zero. A candidate
+    whose probabilities are no numbers is infinitely far.
     """
-    return (reference.exp() * (reference - candidate)).sum(dim=-1).double().clamp(min=0)
+    kl = (reference.exp() * (reference - candidate)).sum(dim=-1).double().clamp(min=0)
+    return torch.where(candidate.isnan().any(dim=-1) & kl.isnan(), torch.inf, kl)
 
 
 def agreement(reference: Tensor, candidate: Tensor) -> Tensor:
@@ -29,8 +31,9 @@ def quantiles(values: Tensor, at: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def log_histogram(values: Tensor, bins: int = 48) -> tuple[list[float], list[int]]:
-    """(bin edges, counts) on a logarithmic axis; values below the floor fall into the first bin."""
-    top = max(float(values.max()), KL_FLOOR * 10)
+    """(bin edges, counts) on a logarithmic axis; below the floor is the first bin, infinite the last."""
+    finite = values[values.isfinite()]
+    top = max(float(finite.max()) if finite.numel() else 0.0, KL_FLOOR * 10)
     edges = torch.logspace(
         torch.log10(torch.tensor(KL_FLOOR)).item(),
         torch.log10(torch.tensor(top)).item(),

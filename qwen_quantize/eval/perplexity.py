@@ -16,7 +16,7 @@ def token_nll(log_probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 def perplexity(nll: Tensor) -> float:
-    """exp of the mean of token losses; infinite where that is beyond a float64."""
+    """exp of the mean of token losses; infinite where that is beyond a float64, or where a loss is no number."""
     mean = float(nll.mean())
     return math.exp(mean) if mean < _LARGEST_EXPONENT else math.inf
 

@@ -39,7 +39,11 @@ def test_the_document_and_the_files(run: Run, tmp_path: Path) -> None:
     assert (
         load_profile("example@1.2", measured=layer).arithmetic.casts["fp32->e4m3fn"].rounding.value == "rtz"
     )
+    assert load_profile(layer).versions == {"firmware": "1.3"}  # the layer says what it was measured on
     loaded = load_fingerprint(print_file)
+    assert loaded.versions.keys() >= {"qwen_quantize", "torch", "kernels", "firmware"}
+    assert loaded.behaviour is not None
+    assert loaded.behaviour.hashes.keys() >= {"fp32->e4m3fn", "e4m3fn*e4m3fn->fp32"}
     assert loaded.arithmetic["cast.rounding"] == "rtz"
     assert loaded.arithmetic["accumulator.fraction_bits"] == "23"
     assert loaded.arithmetic["accumulator.promotion_interval"] == "exact"

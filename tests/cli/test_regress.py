@@ -11,10 +11,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from qwen_quantize.chip_profiles.arithmetic import resolve_arithmetic
+from qwen_quantize.chip_profiles.behaviour import Behaviour
 from qwen_quantize.chip_profiles.difference import arithmetic_from_fields, change_text, difference
+from qwen_quantize.chip_profiles.fingerprint import Fingerprint, write_fingerprint
 from qwen_quantize.chip_profiles.loader import load_profile
 from qwen_quantize.cli.main import app
 from qwen_quantize.eval.recording import RecordedRun, read_run, write_run
@@ -296,3 +299,176 @@ def test_changes_in_words() -> None:
     )
     assert [change.field for change in found.changed] == ["cast.nan", "b"]
     assert found.not_compared == ("a", "c")
+
+
+# ---- behaviours and measured layers ----
+
+LAYER = """[probe]
+chip = "example@1.2"
+[arithmetic.casts."fp32->e4m3fn"]
+rounding = {{ value = "{rounding}", source = ["PROBE"], confidence = "measured" }}
+"""
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fingerprint of a device that computes as `example@1.2`; never written to by a test."""
+    path = tmp_path_factory.mktemp("probed") / "fingerprint.json"
+    arguments = ["probe", "--on", "emulated:example@1.2", "--quick", "--quiet", "--fingerprint", str(path)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    return path
+
+
+def altered(probed: Path, path: Path, name: str, group: str, **fields: str) -> Path:
+    """The same fingerprint with other outputs in one group, and other fields, as another device would have it."""
+    record = json.loads(probed.read_text())
+    del record["kind"], record["digest"]
+    stored = record.pop("behaviour")
+    hashes = {what: dict(groups) for what, groups in stored["hashes"].items()}
+    hashes[name][group] = "0" * 64
+    record["arithmetic"] |= {key.replace("__", "."): value for key, value in fields.items()}
+    record["versions"]["torch"] = "0.1"
+    other = Fingerprint(**record, behaviour=Behaviour(hashes, {}, stored["corpus"]))
+    write_fingerprint(other, path)
+    return path
+
+
+def test_a_model_and_the_device_it_was_made_for(regress: Any, quantized: Path, probed: Path) -> None:
+    """What a manifest emulates and what a probe of that chip sees are the same bits."""
+    manifest = json.loads((quantized / "qwen_quantize.json").read_text())["chip"]["behaviour"]
+    stored = json.loads(probed.read_text())["behaviour"]["hashes"]
+    assert set(manifest["hashes"]) == {"fp32->e4m3fn", "e4m3fn*e4m3fn->fp32"}
+    for name, groups in manifest["hashes"].items():
+        assert stored[name] == groups
+    code, record = regress(quantized, probed)
+    assert (code, record["verdict"], record["changed"]) == (0, "unchanged", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "text"),
+    [
+        ("fp32->e4m3fn", "ties", "cast fp32->e4m3: its outputs differ (ties), and no field says why"),
+        (
+            "e4m3fn*e4m3fn->fp32",
+            "long",
+            "product e4m3*e4m3->fp32: its outputs differ (long), and no field says why",
+        ),
+    ],
+)
+def test_outputs_that_no_field_names(
+    regress: Any, quantized: Path, probed: Path, tmp_path: Path, name: str, group: str, text: str
+) -> None:
+    after = altered(probed, tmp_path / "after.json", name, group)
+    for before in (quantized, probed, "example@1.2"):
+        code, record = regress(before, after, "--junit", tmp_path / "j.xml")
+        assert (code, record["verdict"], record["conclusive"]) == (1, "recalibrate", False)
+        assert [change["text"] for change in record["changed"]] == [text]
+        assert record["changed"][0]["field"] == f"outputs.{name}"
+        assert any(
+            note.startswith("versions that differ: ") and "torch: " in note for note in record["notes"]
+        )
+        suite = ElementTree.parse(tmp_path / "j.xml").getroot()
+        assert suite.get("failures") == "1"
+
+
+def test_other_outputs_than_the_models_are_only_noted(regress: Any, probed: Path, tmp_path: Path) -> None:
+    after = altered(probed, tmp_path / "after.json", "int8*int8->int32", "mixed")
+    code, record = regress(probed, after)
+    assert (code, record["verdict"], record["changed"]) == (0, "unchanged", [])
+    assert any("not used by this model: the outputs of int8*int8->int32" in note for note in record["notes"])
+
+
+def test_a_named_change_does_not_hide_another(regress: Any, probed: Path, tmp_path: Path) -> None:
+    """The rounding is named and harmless here; what happened to the product is not known, so nothing is certain."""
+    after = altered(probed, tmp_path / "after.json", "e4m3fn*e4m3fn->fp32", "step", cast__rounding="rtz")
+    code, record = regress(probed, after, "--margin", "50%")
+    assert (code, record["verdict"], record["conclusive"]) == (1, "recalibrate", False)
+    assert [change["text"].split(":")[0] for change in record["changed"]] == [
+        "cast fp32->e4m3",
+        "product e4m3*e4m3->fp32",
+    ]
+    assert all(test["passed"] for test in record["tests"])
+    assert "could not" in record["advice"]
+
+
+def test_fingerprints_that_cannot_be_used(regress: Any, probed: Path, tmp_path: Path) -> None:
+    record = json.loads(probed.read_text())
+    for change, message in (
+        ({"hashes": {}}, "the digest does not fit"),
+        ({"behaviour": 3}, "not one that this program wrote"),
+        ({"operands": "int8"}, "this model needs that of e4m3fn"),
+    ):
+        path = tmp_path / "changed.json"
+        path.write_text(json.dumps(record | change))
+        code, answer = regress("example@1.2", path)
+        assert (code, message in answer["error"]) == (2, True), answer
+
+
+def layer(path: Path, rounding: str) -> Path:
+    path.write_text(LAYER.format(rounding=rounding))
+    return path
+
+
+def test_measured_layers_are_sides(regress: Any, quantized: Path, tmp_path: Path) -> None:
+    old, new = layer(tmp_path / "old.toml", "rne"), layer(tmp_path / "new.toml", "rtz")
+    for before in (old, quantized, "example@1.2"):
+        code, record = regress(before, new, "--margin", "50%")
+        assert (code, record["verdict"]) == (0, "harmless")
+        assert [change["text"] for change in record["changed"]] == [ROUNDING]
+        assert record["not_compared"] == []
+    assert regress(quantized, old)[1]["verdict"] == "unchanged"
+    bare = tmp_path / "bare.toml"
+    bare.write_text(new.read_text().partition("\n[")[2].join(("[", "")))
+    code, record = regress("example@1.2", bare)
+    assert (code, "do not say of which chip" in record["error"]) == (2, True)
+
+
+def test_recalibration_for_a_measured_layer(regress: Any, run: Run, quantized: Path, tmp_path: Path) -> None:
+    new = layer(tmp_path / "new.toml", "rtz")
+    code, record = regress(quantized, new, "--margin", "0.001%", "--recalibrate", tmp_path / "model")
+    assert (code, record["recalibrated"]["rows"][2]["name"]) == (1, "recalibrated")
+    manifest = json.loads((tmp_path / "model" / "qwen_quantize.json").read_text())
+    assert (manifest["request"]["device"], manifest["chip"]["name"]) == (str(new), "example")
+    assert manifest["chip"]["arithmetic"]["cast.rounding"] == "rtz"
+    text = quantized.parent / "text.txt"
+    more = ("--text", text, "--against", "none", "--json", "-q")
+    own = json.loads(run("eval", tmp_path / "model", *more).stdout)
+    other = json.loads(run("eval", quantized, "--measured", new, *more).stdout)
+    assert own["activation_rounding"] == other["activation_rounding"] == "rtz"
+
+
+def test_quantize_and_show_take_a_measured_layer(run: Run, tiny_source: Path, tmp_path: Path) -> None:
+    new = layer(tmp_path / "new.toml", "rtz")
+    made = ("--model-path", tiny_source, "--no-validate", "-q")
+    for number, chip in enumerate((("--device", "example@1.2"), ())):
+        output = tmp_path / f"model{number}"
+        assert run(*made, *chip, "--measured", new, "--output-path", output).exit_code == 0
+        manifest = json.loads((output / "qwen_quantize.json").read_text())
+        assert manifest["chip"]["arithmetic"]["cast.rounding"] == "rtz"
+        assert manifest["chip"]["versions"] == {"firmware": "1.2"}
+    facts = json.loads(run("chips", "show", "example@1.2", "--measured", new, "--json").stdout)["facts"]
+    leaf = facts["arithmetic.casts.fp32->e4m3fn.rounding"]
+    assert (leaf["value"], leaf["confidence"]) == ("rtz", "measured")
+    wrong = run(*made, "--device", "cpu", "--measured", new, "--output-path", tmp_path / "x")
+    assert wrong.exit_code == 2
+    assert "was measured on example" in wrong.stderr
+
+
+def test_a_manifest_says_which_bits_its_arithmetic_gives(run: Run, tiny_source: Path, tmp_path: Path) -> None:
+    """Bytes that are the same with any number of threads, without times, and that hold every part."""
+    written = []
+    for threads in (1, 2):
+        output = tmp_path / f"threads{threads}"
+        done = run(
+            *("--model-path", tiny_source, "--device", "example@1.3", "--output-path", output),
+            *("--no-validate", "-q", "--threads", threads),
+        )
+        assert done.exit_code == 0
+        chip = json.loads((output / "qwen_quantize.json").read_text())["chip"]
+        written.append(json.dumps(chip["behaviour"]))
+        assert (
+            chip["behaviour"]["versions"].items() >= {"firmware": "1.3", "torch": torch.__version__}.items()
+        )
+        assert chip["behaviour"]["versions"].keys() == {"qwen_quantize", "torch", "kernels", "firmware"}
+        assert chip["behaviour"]["digest"] != chip["fingerprint"]
+    assert written[0] == written[1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qwen_quantize.checkpoint.source import open_source
-from qwen_quantize.cli.attribute import chip_with, parts_of
+from qwen_quantize.cli.attribute import chip_with, parts_of, rule_with
 from qwen_quantize.engine.linear import ChipCompute
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
@@ -56,10 +56,15 @@ class Bench:
     def build(self, setting: Setting) -> StreamedModel:
         self.built.append(setting)
         weights = self.quantized if W in setting else self.original
-        return StreamedModel(weights, chip_with(self.chip, setting))
+        return StreamedModel(weights, rule_with(self.chip, setting))
 
     def attribute(self) -> Attribution:
-        return attribute(lambda: StreamedModel(self.reference), self.build, parts_of(self.chip), WINDOWS)
+        return attribute(
+            lambda: StreamedModel(self.reference),
+            self.build,
+            parts_of([] if self.chip is None else [self.chip]),
+            WINDOWS,
+        )
 
     def measured(self, *parts: Part) -> tuple[float, float]:
         """(log of the perplexity ratio, mean KL) of one setting, from the ordinary comparison."""
@@ -149,9 +154,7 @@ def test_what_is_no_code_any_more_enters_the_unit_as_float32() -> None:
     assert chip_with(CHIP, frozenset((A, C))) == ChipCompute(
         replace(CAST, unrounded_scales=True), replace(NARROW, a_format=FP32, b_format=FP32)
     )
-    nothing = chip_with(CHIP, frozenset())
-    assert nothing is not None
-    assert nothing.changes_nothing
+    assert chip_with(CHIP, frozenset()).changes_nothing
 
 
 def test_one_window_has_no_standard_error(readers: tuple[ModelReader, ModelReader]) -> None:

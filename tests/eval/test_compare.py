@@ -11,7 +11,7 @@ import torch
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
-from qwen_quantize.eval.compare import evaluate
+from qwen_quantize.eval.compare import LOST_DB, evaluate
 from tests.tiny_models import make_tiny
 
 
@@ -65,3 +65,27 @@ def test_windows_must_have_something_to_score(tmp_path: Path, shape: tuple[int, 
     make_tiny(tmp_path, "llama")
     with pytest.raises(ValueError, match="windows must be"):
         evaluate(streamed(tmp_path), torch.zeros(shape, dtype=torch.int64))
+
+
+class Broken(StreamedModel):
+    """A model whose last layer overflows to NaN from a token on."""
+
+    def run_layer(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = super().run_layer(hidden)
+        if self._index == self.num_layers - 1:
+            found[0, 3] = math.nan
+        return found
+
+
+def test_an_overflow_counts_as_an_infinite_loss(tmp_path: Path, windows: torch.Tensor) -> None:
+    make_tiny(tmp_path, "llama")
+    broken = Broken(ModelReader(open_source(tmp_path)))
+    found = evaluate(broken, windows, streamed(tmp_path))
+    assert found.lost_predictions == 1
+    assert found.perplexity == math.inf
+    assert found.kl_mean == found.kl_max == math.inf
+    assert found.kl_p50 == 0
+    assert sum(found.kl_counts) == found.tokens
+    assert all(math.isfinite(edge) for edge in found.kl_edges)
+    assert [layer.sqnr_db for layer in found.layers] == [math.inf, LOST_DB]
+    assert evaluate(broken, windows).lost_predictions == 1
