@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from qwen_quantize.checkpoint.disk import sync_folder
@@ -18,12 +19,22 @@ _MODEL_FILES = ("config.json", "qwen_quantize.json", "model.safetensors", "model
 class StagingFolder:
     """`.<name>.partial` beside the target, locked; becomes the target by a rename.
 
-    The lock is a file beside the folder, because the folder itself is renamed and removed.
+    The lock is a file beside the folder, because the folder itself is renamed and removed. marks: names of which a
+    folder must hold one for `overwrite` to remove it; what: such a folder, in words.
     """
 
-    def __init__(self, target: Path, *, resume: bool, overwrite: bool) -> None:
+    def __init__(
+        self,
+        target: Path,
+        *,
+        resume: bool,
+        overwrite: bool,
+        marks: Sequence[str] = _MODEL_FILES,
+        what: str = "model folder",
+    ) -> None:
         # A link as target is followed: renaming over it would replace the link.
         self.target = Path(os.path.realpath(target))
+        self._marks, self._what = marks, what
         if self.target.name == "":
             raise UserError(f"{target} cannot be an output folder; give another --output-path")
         self.path = self.target.with_name(f".{self.target.name}.partial")
@@ -91,9 +102,9 @@ class StagingFolder:
             raise UserError(
                 f"{self.target} exists and is not empty; give --overwrite or another --output-path"
             )
-        if not any((self.target / name).exists() for name in _MODEL_FILES):
+        if not any((self.target / name).exists() for name in self._marks):
             raise UserError(
-                f"{self.target} is not empty and no model folder, so --overwrite does not remove it; give "
+                f"{self.target} is not empty and no {self._what}, so --overwrite does not remove it; give "
                 "another --output-path"
             )
 

@@ -11,6 +11,7 @@ import qwen_quantize
 from qwen_quantize.cli.chips import chips_app
 from qwen_quantize.cli.guard import guard
 from qwen_quantize.cli.probe_command import probe_command
+from qwen_quantize.cli.statistics import statistics_app
 from qwen_quantize.errors import UserError
 
 app = typer.Typer(
@@ -21,9 +22,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(chips_app, name="chips", help="What is known of each chip, and from where.")
+app.add_typer(
+    statistics_app, name="statistics", help="Statistics that --collect has made: show and merge them."
+)
 app.command("probe")(probe_command)
 
 EXPERT_POLICIES = ("shrink", "forced", "round")
+
+_CALIBRATING = (
+    "calibration_dataset", "calibration_column", "calibration_samples", "calibration_length", "seed",
+)  # fmt: skip
+_COLLECTING = (
+    *_CALIBRATING, "collect", "model_path", "max_memory", "resume", "overwrite", "threads", "as_json", "quiet",
+)  # fmt: skip
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")]
@@ -76,6 +87,15 @@ def parse_size(text: str | None) -> int | None:
         raise UserError(f"--max-memory {text!r} is not a size such as 8GiB or 1500MB") from None
 
 
+def _refuse_given(context: typer.Context, flag: str, names: tuple[str, ...], *, others: bool) -> None:
+    """UserError for an option given beside `flag` that is one of `names`, or, with `others`, none of them."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and (name in names) != others:
+            raise UserError(f"{parameter.opts[0]} says nothing beside {flag}; leave one of them out")
+
+
 @app.callback()
 def main_command(
     context: typer.Context,
@@ -108,6 +128,19 @@ def main_command(
         int, typer.Option("--calibration-length", min=16, help="Tokens per calibration window.")
     ] = 512,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the choice of calibration windows.")] = 0,
+    collect: Annotated[
+        Path | None,
+        typer.Option(
+            "--collect",
+            help="Only collect statistics of the model on the text, for any chip, into this folder.",
+        ),
+    ] = None,
+    from_statistics: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-statistics", help="Calibrate from a folder that --collect made, without a forward pass."
+        ),
+    ] = None,
     expert_policy: Annotated[
         str,
         typer.Option(
@@ -184,6 +217,34 @@ def main_command(
     if version:
         typer.echo(f"qwen_quantize {qwen_quantize.__version__}")
         return
+    if collect is not None:
+        with guard(as_json, resumable=True):
+            _refuse_given(context, "--collect", _COLLECTING, others=True)
+            if calibration_column is not None and calibration_dataset is None:
+                raise UserError("--calibration-column names a column but there is no --calibration-dataset")
+            from qwen_quantize.cli.statistics import run_collect
+            from qwen_quantize.pipeline.recipe import Recipe
+
+            run_collect(
+                Recipe(
+                    model_path=model_path or "",
+                    device="",
+                    method="",
+                    dataset=calibration_dataset,
+                    column=calibration_column,
+                    samples=calibration_samples,
+                    length=calibration_length,
+                    seed=seed,
+                    max_memory=parse_size(max_memory),
+                ),
+                collect,
+                resume=resume,
+                overwrite=overwrite,
+                threads=threads,
+                as_json=as_json,
+                quiet=quiet,
+            )
+        return
     if device is None and measured is None:
         if model_path is None and output_path is None:
             typer.echo(context.get_help())
@@ -199,6 +260,8 @@ def main_command(
         ):
             if text is not None and not text.strip():
                 raise UserError(f"{flag} is empty; leave it out or name something")
+        if from_statistics is not None:
+            _refuse_given(context, "--from-statistics", _CALIBRATING, others=False)
         if calibration_column is not None and calibration_dataset is None:
             raise UserError("--calibration-column names a column but there is no --calibration-dataset")
         if expert_policy not in EXPERT_POLICIES:
@@ -219,6 +282,7 @@ def main_command(
             method=quant_method,
             dataset=calibration_dataset,
             column=calibration_column,
+            statistics=None if from_statistics is None else str(from_statistics),
             samples=calibration_samples,
             length=calibration_length,
             seed=seed,

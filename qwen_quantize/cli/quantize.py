@@ -29,6 +29,7 @@ from qwen_quantize.pipeline.memory import validation_memory
 from qwen_quantize.pipeline.plan import Plan, make_plan
 from qwen_quantize.pipeline.recipe import Output, Recipe
 from qwen_quantize.pipeline.run import StagedRun, quantize
+from qwen_quantize.pipeline.statistics_folder import read_statistics
 from qwen_quantize.pipeline.summary import tensor_groups
 from qwen_quantize.pipeline.texts import EvaluationTokens, load_documents
 from qwen_quantize.report.numbers import duration, human_bytes
@@ -49,15 +50,21 @@ class Validation:
 
 def with_defaults(recipe: Recipe, output_path: Path | None) -> tuple[Recipe, Path]:
     """An embedded model and its text where no other is named; a folder under `out/` where none is given."""
-    shipped = embedded_by_name(recipe.model_path or "embedded:dense")
-    if shipped is not None:
-        dataset = recipe.dataset or str(calibration_text_path())
-        recipe = replace(recipe, model_path=str(shipped), dataset=dataset)
+    recipe = with_text(recipe)
     if output_path is None:
         name = Path(recipe.model_path).resolve().name.removesuffix(".gguf")
         device = Path(recipe.device).name.removesuffix(".toml").replace("@", "-")
         output_path = Path("out") / f"{name}-{device}-{recipe.method}"
     return recipe, output_path
+
+
+def with_text(recipe: Recipe) -> Recipe:
+    """An embedded model where no other is named, and its text for it where the recipe has nothing to calibrate on."""
+    shipped = embedded_by_name(recipe.model_path or "embedded:dense")
+    if shipped is None:
+        return recipe
+    dataset = recipe.dataset if recipe.calibrates else str(calibration_text_path())
+    return replace(recipe, model_path=str(shipped), dataset=dataset)
 
 
 def run_quantize(
@@ -76,8 +83,10 @@ def run_quantize(
     begin = time.perf_counter()
     speaker = Speaker(as_json, quiet)
     recipe, target = with_defaults(recipe, output_path)
-    check_output(target, [recipe.model_path, recipe.dataset, validation.text])
+    check_output(target, [recipe.model_path, recipe.dataset, recipe.statistics, validation.text])
     source = open_source(recipe.model_path, allow_missing_weights=dry_run)
+    if recipe.statistics is not None:
+        read_statistics(recipe.statistics).require_model(source)
     plan = with_validation(make_plan(recipe, source), validation)
     for line in plan_lines(plan):
         speaker.say(line)
@@ -163,19 +172,19 @@ def _validate(
         return measure(written, reader, chip_compute(written, staged.plan.arithmetic), windows, progress)
 
 
-def check_output(target: Path, inputs: Sequence[str | None]) -> None:
+def check_output(target: Path, inputs: Sequence[str | None], option: str = "--output-path") -> None:
     """UserError for a target that is a file, or whose replacement would delete or disturb an input."""
     if target.exists() and not target.is_dir():
-        raise UserError(f"--output-path {target} is a file; name a folder")
+        raise UserError(f"{option} {target} is a file; name a folder")
     place = target.resolve()
     for name in inputs:
         if name is None or not Path(name).exists():
             continue
         given = Path(name).resolve()
         if given == place or place in given.parents:
-            raise UserError(f"--output-path {target} holds the input {name}; choose another folder")
+            raise UserError(f"{option} {target} holds the input {name}; choose another folder")
         if given.is_dir() and given in place.parents:
-            raise UserError(f"--output-path {target} lies inside the input {name}; choose another folder")
+            raise UserError(f"{option} {target} lies inside the input {name}; choose another folder")
 
 
 def _say_plan(plan: Plan, source: CheckpointSource, target: Path, speaker: Speaker) -> None:
@@ -228,7 +237,9 @@ def plan_lines(plan: Plan) -> list[str]:
         f"peak memory about {human_bytes(plan.peak_memory_bytes)}",
     ]
     recipe = plan.recipe
-    if recipe.dataset is None:
+    if recipe.statistics is not None:
+        lines.append(f"calibration: from the statistics in {recipe.statistics}, without a forward pass")
+    elif recipe.dataset is None:
         lines.append("calibration: none; scales are searched on the weights alone")
     else:
         lines.append(f"calibration: {recipe.samples} windows of {recipe.length} tokens from {recipe.dataset}")

@@ -32,6 +32,7 @@ from qwen_quantize.pipeline.texts import EvaluationTokens
 _OPTIONS = {
     "dataset": "--calibration-dataset",
     "column": "--calibration-column",
+    "statistics": "--from-statistics",
     "samples": "--calibration-samples",
     "length": "--calibration-length",
     "seed": "--seed",
@@ -49,7 +50,7 @@ _FLAGS = {
 }
 _LISTS = {"ignore": "--ignore", "include": "--include"}
 _TEXTS = ("method",)
-_OPTIONAL_TEXTS = ("dataset", "column", "scheme", "layout")
+_OPTIONAL_TEXTS = ("dataset", "column", "statistics", "scheme", "layout")
 _INTEGERS = ("samples", "length", "seed", "max_shard_bytes")
 _OPTIONAL_INTEGERS = ("block_size", "group_size", "max_memory")
 
@@ -68,7 +69,7 @@ def recipe_for(
         raise UserError(f"neither {after.name} nor the manifest of {where} names a chip to recalibrate for")
     recipe = _recipe(manifest, where)
     if dataset is not None:
-        recipe = replace(recipe, dataset=dataset, column=None)
+        recipe = replace(recipe, dataset=dataset, column=None, statistics=None)
     assume = assumptions_for(after, before, device, scheme)
     arithmetic = arithmetic_of(after, before, scheme)
     if overflow_words(arithmetic, scheme) is not None:

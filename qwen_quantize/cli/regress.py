@@ -93,7 +93,7 @@ def run_regress(request: RegressRequest, *, threads: int | None, as_json: bool, 
     verdict, conclusive, advice, command = _conclusion(request, found, left_open, answers, recipe)
     if why_not and verdict == "recalibrate":
         notes.append(f"how to quantize again cannot be said: {why_not}")
-    if recipe is not None and recipe.dataset is None and verdict == "recalibrate":
+    if recipe is not None and not recipe.calibrates and verdict == "recalibrate":
         notes.append(
             "the model was quantized without calibration text, which cannot make up for a cast; give one with "
             "--calibration-dataset"

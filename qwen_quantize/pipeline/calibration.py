@@ -47,7 +47,7 @@ class ObservedRun(Protocol):
         """Ranges of windows that run together."""
         ...
 
-    def observer(self, features: int, batch: Batch) -> InputObserver:
+    def observer(self, features: int, batch: Batch, /) -> InputObserver:
         """A new observer of one stream; `batch` will hold the tokens of each call."""
         ...
 
@@ -77,7 +77,7 @@ class Calibration:
         """Ranges of windows that run together."""
         return window_ranges(self.states.shape[0], self.plan.memory.windows)
 
-    def observer(self, features: int, batch: Batch) -> InputObserver:
+    def observer(self, features: int, _batch: Batch, /) -> InputObserver:
         ranges = moment_ranges(features, self.plan.memory.most_features)
         chip = self.plan.chip_compute()
         if self.plan.method.transform is not Transform.NONE:

@@ -84,14 +84,14 @@ def estimate_seconds(plan: Plan, source: CheckpointSource, rates: Rates) -> floa
     elements = sum(rows * columns for rows, columns in shapes)
     read = sum(source.info(tensor.name).nbytes for tensor in plan.tensors if tensor.action is not Action.DROP)
     moved = plan.output_bytes / rates.disk + read / (4 * rates.disk)
-    if plan.recipe.dataset is None or plan.blueprint is None:
+    if not plan.recipe.calibrates or plan.blueprint is None:
         return max(moved, elements / rates.elements)
     return moved + elements / rates.elements + _operations(plan, plan.blueprint) / rates.products
 
 
 def _operations(plan: Plan, blueprint: Blueprint) -> float:
     """Forward passes before and after, second moments, factorizations and compensated rounding."""
-    tokens = plan.recipe.samples * plan.recipe.length
+    tokens = 0 if plan.recipe.statistics is not None else plan.recipe.samples * plan.recipe.length
     total = 0.0
     for layer in range(blueprint.num_layers):
         for half in Half:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ _LONGEST_SHOWN = 60  # characters of a value in a message; a digest is longer an
 class Journal:
     """An append-only JSON-lines file. Its first line names the run; a torn last line is cut off.
 
+    Several threads may finish units at once.
+
     units: what is finished, by name, in the order in which it was; a later line of a name replaces an earlier one.
 
     identity: what a resumed run must share with the interrupted one; its values are what JSON can hold.
@@ -26,6 +29,7 @@ class Journal:
 
     def __init__(self, path: Path, identity: Mapping[str, Any], resume: bool) -> None:
         self.path = path
+        self._lock = threading.Lock()
         self.units: dict[str, dict[str, Any]] = {}
         head = _line({"run": dict(identity)})
         whole = found = b""
@@ -81,7 +85,7 @@ class Journal:
         """Make durable that the unit is finished, and what there is to say about it."""
         entry = {"unit": unit, **record}
         line = _line(entry)
-        with disk_errors(self.path, len(line)), self.path.open("ab") as file:
+        with self._lock, disk_errors(self.path, len(line)), self.path.open("ab") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())

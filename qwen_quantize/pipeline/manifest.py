@@ -14,6 +14,7 @@ from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.chip_profiles.behaviour import behaviour_of
 from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.plan import Plan
+from qwen_quantize.pipeline.statistics_folder import StatisticsFolder
 from qwen_quantize.pipeline.texts import CalibrationTokens
 
 MANIFEST_NAME = "qwen_quantize.json"
@@ -24,7 +25,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 def build_manifest(
     plan: Plan,
     journal: Journal,
-    calibration: CalibrationTokens | None,
+    calibration: CalibrationTokens | StatisticsFolder | None,
     source: CheckpointSource,
     validation: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
@@ -34,8 +35,9 @@ def build_manifest(
     actions = [tensor.action.value for tensor in plan.tensors]
     local = Path(plan.recipe.model_path)
     notes = list(plan.notes)
-    if calibration is not None and calibration.note:
-        notes.append(f"calibration text: {calibration.note}")
+    used = None if calibration is None else _calibration(plan, calibration)
+    if used is not None and used["note"]:
+        notes.append(f"calibration text: {used['note']}")
     layers, outside = layer_records(plan, journal)
     return {
         "tool": {"name": "qwen_quantize", "version": qwen_quantize.__version__},
@@ -79,16 +81,7 @@ def build_manifest(
             "activation": None if activation is None else activation.format.name,
             "scale": plan.scheme.weight.scale_format.name,
         },
-        "calibration": None
-        if calibration is None
-        else {
-            "dataset": plan.recipe.dataset,
-            "windows": calibration.tokens.shape[0],
-            "length": calibration.tokens.shape[1],
-            "tokens": calibration.tokens.numel(),
-            "sha256": calibration.sha256,
-            "note": calibration.note,
-        },
+        "calibration": used,
         "assumptions": [asdict(assumption) for assumption in arithmetic.assumptions],
         "notes": notes,
         "tensors": {
@@ -101,6 +94,29 @@ def build_manifest(
         "layers": layers,
         "head": outside,
         "validation": None if validation is None else dict(validation),
+    }
+
+
+def _calibration(plan: Plan, calibration: CalibrationTokens | StatisticsFolder) -> dict[str, Any]:
+    """The text that calibration saw, itself or through `statistics`, the SHA-256 of their manifest."""
+    if isinstance(calibration, CalibrationTokens):
+        return {
+            "dataset": plan.recipe.dataset,
+            "windows": calibration.tokens.shape[0],
+            "length": calibration.tokens.shape[1],
+            "tokens": calibration.tokens.numel(),
+            "sha256": calibration.sha256,
+            "note": calibration.note,
+        }
+    data = calibration.manifest.data
+    return {
+        "dataset": ", ".join(dict.fromkeys(one.dataset for one in data)),
+        "windows": sum(one.windows for one in data),
+        "length": max((one.length for one in data), default=0),
+        "tokens": sum(one.tokens for one in data),
+        "sha256": " ".join(one.sha256 for one in data),
+        "note": "; ".join(one.note for one in data if one.note),
+        "statistics": calibration.sha256,
     }
 
 

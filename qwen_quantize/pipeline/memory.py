@@ -21,11 +21,15 @@ _PREPARED = 6  # bytes for each weight that a narrow matrix unit reads, beside i
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """windows: calibration windows per batch; most_features: the widest range of second moments; peak: bytes."""
+    """windows: calibration windows per batch; most_features: the widest range of second moments; peak: bytes.
+
+    halves: how many halves of layers are solved at the same time, each in its own thread.
+    """
 
     windows: int
     most_features: int | None
     peak: int
+    halves: int = 1
 
 
 def moment_ranges(features: int, most: int | None) -> tuple[int, ...]:
@@ -119,13 +123,15 @@ def plan_memory(
     *,
     prepared: bool = False,
     crossed: bool = False,
+    threads: int = 1,
 ) -> MemoryPlan:
     """Choose batch and ranges; UserError for a ceiling that nothing fits under.
 
-    largest: values of a tensor; whole: values of the largest linear that is solved in one piece without data.
+    threads: that may each solve a half of its own, where nothing runs forward. largest: values of a tensor; whole:
+    values of the largest linear that is solved in one piece without data.
     """
     streaming = max(min(_PIECES, 12 * 4 * largest), _SOLVED * whole)
-    if recipe.dataset is None or blueprint is None:
+    if not recipe.calibrates or blueprint is None:
         peak = BASE + streaming
         if recipe.max_memory is not None and recipe.max_memory < peak:
             raise UserError(
@@ -133,11 +139,12 @@ def plan_memory(
             )
         return MemoryPlan(1, None, peak)
     config = blueprint.config
-    if recipe.length > config.max_position:
+    forward = recipe.statistics is None
+    if forward and recipe.length > config.max_position:
         raise UserError(
             f"--calibration-length {recipe.length} is more than this model's context of {config.max_position}"
         )
-    per_window = _window_memory(recipe, blueprint)
+    per_window = _window_memory(recipe, blueprint) if forward else 0
     batch = max(1, _BATCH_TOKENS // recipe.length)
     kinds = _kinds(blueprint)
     widest = max(columns for layer in kinds for _, columns in _opened(blueprint, layer))
@@ -150,19 +157,27 @@ def plan_memory(
         )
         return BASE + max(solving, streaming)
 
+    def planned(windows: int, most: int | None) -> MemoryPlan:
+        each = fixed(most) - BASE
+        room = threads if recipe.max_memory is None else (recipe.max_memory - BASE) // each
+        halves = 1 if forward else max(1, min(threads, room))
+        return MemoryPlan(windows, most, BASE + halves * each + windows * per_window, halves)
+
     if recipe.max_memory is None:
-        return MemoryPlan(batch, None, fixed(None) + batch * per_window)
+        return planned(batch, None)
     for parts in (1, 2, 4, 8, 16):
         most = None if parts == 1 else -(-widest // parts)
         needed = fixed(most)
         if most is not None and most < _RANGE_STEP:
             break
         if needed + per_window <= recipe.max_memory:
-            batch = min(batch, (recipe.max_memory - needed) // per_window)
-            return MemoryPlan(batch, most, needed + batch * per_window)
+            if forward:
+                batch = min(batch, (recipe.max_memory - needed) // per_window)
+            return planned(batch, most)
     raise UserError(
-        f"--max-memory {recipe.max_memory} bytes is too little: one layer of this model with one calibration "
-        f"window of {recipe.length} tokens needs about {needed + per_window} bytes"
+        f"--max-memory {recipe.max_memory} bytes is too little: one layer of this model"
+        + (f" with one calibration window of {recipe.length} tokens" if forward else "")
+        + f" needs about {needed + per_window} bytes"
     )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+
+from qwen_quantize.calibrators.experts import ExpertPolicy
 from qwen_quantize.calibrators.gain import is_biased
 from qwen_quantize.calibrators.methods import METHODS, Method
 from qwen_quantize.checkpoint.completeness import check_tensors, stacked_experts
@@ -27,7 +30,7 @@ from qwen_quantize.models.config_values import shown
 from qwen_quantize.models.lookup import BY_ARCHITECTURE, architecture_of, find_blueprint
 from qwen_quantize.pipeline.memory import MemoryPlan, plan_memory
 from qwen_quantize.pipeline.recipe import Recipe
-from qwen_quantize.pipeline.scheme_choice import base_scheme, fit_scheme
+from qwen_quantize.pipeline.scheme_choice import base_scheme, fit_scheme, needs_input_amax
 from qwen_quantize.pipeline.selection import Candidates, Selection, candidates_of, select_linears
 from qwen_quantize.pipeline.tensors import TensorPlan, float_dtype, plan_tensors
 
@@ -69,6 +72,11 @@ class Plan:
 
 def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
     """Decide everything; raises UserError for what cannot be done."""
+    if recipe.statistics is not None and recipe.expert_policy is ExpertPolicy.FORCED:
+        raise UserError(
+            "--expert-policy forced sends every expert tokens that the router did not, which takes a forward pass; "
+            "give --calibration-dataset in place of --from-statistics"
+        )
     method = METHODS.get(recipe.method)
     if method is None:
         raise UserError(
@@ -86,10 +94,10 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
     require_headroom(arithmetic, scheme, resolution.profile)
     architecture, blueprint = architecture_of(source.config), find_blueprint(source.config)
     linears = LinearReader(source)
-    if recipe.dataset is None and stacked_experts(source.names()) is not None:
+    if not recipe.calibrates and stacked_experts(source.names()) is not None:
         blueprint = None  # no forward pass reads them, but converting needs none
     found = check_tensors(source, linears, blueprint) if blueprint is not None else ()
-    if blueprint is None and recipe.dataset is not None:
+    if blueprint is None and recipe.calibrates:
         raise UserError(
             f"config.json: the architecture {shown(architecture)} has no forward pass here, which calibration needs "
             f"(there is one for {', '.join(sorted(BY_ARCHITECTURE))}); leave out --calibration-dataset to quantize "
@@ -98,7 +106,14 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
     candidates = (
         _candidates_by_name(source) if blueprint is None else candidates_of(blueprint, source.names())
     )
+    unseen: tuple[str, ...] = ()
+    if needs_input_amax(scheme) and recipe.calibrates:
+        candidates, unseen = _only_calibrated(candidates, scheme)
     selection = select_linears(candidates, recipe.ignore, recipe.include)
+    if unseen and candidates.head in selection.quantized:
+        raise UserError(
+            f"--include: no text reaches the head in calibration, and {scheme.name} needs its inputs' size"
+        )
     layout = _choose_layout(recipe.layout, scheme)
     choice = fit_scheme(recipe, scheme, selection, linears, float_dtype(source))
     tensors, notes = plan_tensors(source, linears, blueprint, selection, layout, choice.scheme)
@@ -118,6 +133,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         whole,
         prepared=arithmetic.accumulator.narrow,
         crossed=is_biased(arithmetic.activation_cast),
+        threads=torch.get_num_threads(),
     )
     return Plan(
         recipe=recipe,
@@ -137,6 +153,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
             *found,
             *([loss] if loss is not None else []),
             *choice.notes,
+            *unseen,
             *selection.notes,
             *notes,
             *_next_token_notes(blueprint, candidates),
@@ -146,6 +163,14 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         disk_bytes=output_bytes + hidden,
         peak_memory_bytes=memory.peak,
     )
+
+
+def _only_calibrated(candidates: Candidates, scheme: Scheme) -> tuple[Candidates, tuple[str, ...]]:
+    """(the linears that calibration text reaches, what to say of the others)."""
+    note = f"{scheme.name} stores the size of each linear's inputs, which only calibration finds"
+    if candidates.next_token:
+        note += "; layers for multi-token prediction see no text and stay as they are"
+    return replace(candidates, next_token={}), (note,)
 
 
 def _choose_layout(asked: str | None, scheme: Scheme) -> Layout:

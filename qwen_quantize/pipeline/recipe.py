@@ -12,7 +12,8 @@ from qwen_quantize.calibrators.experts import ExpertPolicy
 class Recipe:
     """One quantization request. Paths and sizes as given; what is None is left to the plan.
 
-    scheme: for methods that fill any; group_size: 0 for one scale per output channel.
+    statistics: a folder that takes the place of dataset, samples, length and seed. scheme: for methods that fill
+    any; group_size: 0 for one scale per output channel.
     """
 
     model_path: str
@@ -20,6 +21,7 @@ class Recipe:
     method: str
     dataset: str | None = None
     column: str | None = None
+    statistics: str | None = None
     samples: int = 16
     length: int = 512
     seed: int = 0
@@ -37,6 +39,11 @@ class Recipe:
     allow_unsupported: bool = False
     max_memory: int | None = None
     max_shard_bytes: int = 4_500_000_000
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether what the model's inputs are like is known, from text or from collected statistics."""
+        return self.dataset is not None or self.statistics is not None
 
     def as_record(self) -> dict[str, object]:
         """Every field, as JSON can hold it: a resumed run must ask for exactly the same."""

@@ -22,13 +22,15 @@ from qwen_quantize.formats.kernel_calls import native_library
 from qwen_quantize.models.blueprint import Blueprint
 from qwen_quantize.pipeline.calibrate import calibrate
 from qwen_quantize.pipeline.calibration import Calibration
+from qwen_quantize.pipeline.compile import compile_halves
 from qwen_quantize.pipeline.convert_rest import convert_rest
 from qwen_quantize.pipeline.hidden import HiddenStates
 from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.plan import Plan
-from qwen_quantize.pipeline.recipe import Output
+from qwen_quantize.pipeline.recipe import Output, Recipe
 from qwen_quantize.pipeline.solve_rest import solve_rest
 from qwen_quantize.pipeline.solving import require_finite
+from qwen_quantize.pipeline.statistics_folder import StatisticsFolder, read_statistics
 from qwen_quantize.pipeline.tensors import Action
 from qwen_quantize.pipeline.texts import CalibrationTokens, calibration_batches, load_documents
 
@@ -44,7 +46,7 @@ class StagedRun:
     plan: Plan
     folder: OutputFolder
     journal: Journal
-    calibration: CalibrationTokens | None
+    calibration: CalibrationTokens | StatisticsFolder | None
 
 
 @contextmanager
@@ -78,9 +80,8 @@ def check_token_ids(tokens: Tensor, reader: ModelReader) -> None:
         )
 
 
-def read_calibration(plan: Plan, reader: ModelReader) -> CalibrationTokens | None:
+def read_calibration(recipe: Recipe, reader: ModelReader) -> CalibrationTokens | None:
     """The calibration windows that the recipe names; None without a dataset."""
-    recipe = plan.recipe
     if recipe.dataset is None:
         return None
     documents = load_documents(recipe.dataset, column=recipe.column)
@@ -97,7 +98,12 @@ def quantize(
 
     reader: of the source, where its architecture has a forward pass.
     """
-    calibration = None if reader is None else read_calibration(plan, reader)
+    calibration: CalibrationTokens | StatisticsFolder | None = None
+    if plan.recipe.statistics is not None:
+        calibration = read_statistics(plan.recipe.statistics)
+        calibration.require_model(source)
+    elif reader is not None:
+        calibration = read_calibration(plan.recipe, reader)
     if not output.resume:
         require_free_space(output.path.parent, plan.disk_bytes)
     folder = OutputFolder(
@@ -126,7 +132,7 @@ def _fill(
     plan: Plan,
     source: CheckpointSource,
     reader: ModelReader | None,
-    calibration: CalibrationTokens | None,
+    calibration: CalibrationTokens | StatisticsFolder | None,
     folder: OutputFolder,
     resume: bool,
     progress: Progress,
@@ -139,20 +145,26 @@ def _fill(
         "calibration text": None if calibration is None else calibration.sha256,
         "chip": plan.arithmetic.fingerprint,
         # Sums depend on how they are split, so a resumed run must split them the same way.
-        "number of threads": torch.get_num_threads(),
+        "number of threads": 1 if isinstance(calibration, StatisticsFolder) else torch.get_num_threads(),
         "kernels": "native" if native_library() is not None else "torch",
     }
     journal = Journal(folder.staging / "journal.jsonl", identity, resume)
     if calibration is not None and reader is not None and plan.blueprint is not None:
         if not journal.units:
             check_outside_layers(source, plan.blueprint)
-        windows, length = calibration.tokens.shape
+        collected = isinstance(calibration, StatisticsFolder)
+        windows, length = (0, 0) if isinstance(calibration, StatisticsFolder) else calibration.tokens.shape
         states = HiddenStates(folder.staging / "work", windows, length, plan.blueprint.config.hidden_size)
         dtypes = {
             tensor.name: tensor.outputs[0].dtype for tensor in plan.tensors if tensor.action is Action.KEEP
         }
-        run = Calibration(plan, plan.blueprint, reader, folder, journal, states, dtypes)
-        calibrate(run, calibration.tokens, progress)
+        run = Calibration(
+            plan, plan.blueprint, reader, folder, journal, states, dtypes, propagates=not collected
+        )
+        if isinstance(calibration, StatisticsFolder):
+            compile_halves(run, calibration, progress)
+        else:
+            calibrate(run, calibration.tokens, progress)
     if not plan.converts_by_pieces:
         solve_rest(plan, source, folder, journal, progress)
     convert_rest(plan, source, folder, journal, progress)

@@ -15,6 +15,7 @@ from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.selection import Selection
 
 _BLOCK_SIZES = (128, 64, 32)
+_HALF_LAYOUTS = ("awq", "gptq")  # whose readers compute in FP16 and nothing else
 _MODEL_SCALES: dict[str, Format] = {"BF16": BF16, "F16": FP16, "F32": FP32}
 
 
@@ -42,11 +43,17 @@ def base_scheme(recipe: Recipe, method: Method) -> Scheme:
         scheme = SCHEMES[recipe.scheme]
     if scheme.weight.granularity.kind is GranularityKind.BLOCK and method.scheme != scheme.name:
         raise UserError(f"--scheme {scheme.name} has a method of its own: --quant-method {scheme.name}")
-    if recipe.dataset is None and method.needs_data:
+    if method.needs_data and not recipe.calibrates:
         raise UserError(
             f"--quant-method {method.name} calibrates on text: give --calibration-dataset, or take --quant-method rtn"
         )
     return scheme
+
+
+def needs_input_amax(scheme: Scheme) -> bool:
+    """Whether a scale of the inputs is stored, which only calibration can find."""
+    activation = scheme.activation
+    return activation is not None and (not scheme.dynamic or activation.tensor_scale_format is not None)
 
 
 def fit_scheme(
@@ -68,9 +75,11 @@ def fit_scheme(
             )
         scheme = scheme.with_zero_point()
     scheme, notes = _choose_group(recipe.group_size, scheme, selection)
-    if (
-        scheme.activation is None and dtype in _MODEL_SCALES
-    ):  # engines hold such scales as they hold activations
+    if needs_input_amax(scheme) and not recipe.calibrates:
+        scheme = replace(scheme, activation=None, dynamic=False)
+        notes = (*notes, "activations stay in 16 bits: without text nothing tells their second scale")
+    elif scheme.activation is None and dtype in _MODEL_SCALES and recipe.layout not in _HALF_LAYOUTS:
+        # Engines hold the scales of weights alone as they hold activations.
         scheme = replace(scheme, weight=replace(scheme.weight, scale_format=_MODEL_SCALES[dtype]))
     return SchemeChoice(scheme, (1, scheme.weight.granularity.cols), notes)
 
@@ -108,6 +117,7 @@ def _choose_group(asked: int | None, scheme: Scheme, selection: Selection) -> tu
             return scheme.with_group(smaller), (
                 f"groups of {smaller}: {columns} input features are no multiple of {size}",
             )
+    module, (_, columns) = next(item for item in selection.quantized.items() if item[1][1] % 32)
     raise UserError(
         f"no group of 32 divides the {columns} input features of {module!r}; --group-size 0 gives one scale per "
         "output channel"

@@ -33,11 +33,12 @@ from qwen_quantize.pipeline.records import (
 )
 
 
-def factors_of(statistics: InputStatistics | None) -> tuple[HessianFactor, ...]:
-    """The factors that all linears of one input share; () without second moments."""
-    if statistics is None or not statistics.second_moments:
+def factors_of(plan: Plan, statistics: InputStatistics | None) -> tuple[HessianFactor, ...]:
+    """The factors that all linears of one input share; () without second moments, or a solver that wants none."""
+    method = plan.method
+    if statistics is None or not statistics.second_moments or not method.compensates:
         return ()
-    return factorize_statistics(statistics)
+    return factorize_statistics(statistics, method.damping, method.damping_floor)
 
 
 def solve_group(

@@ -1,9 +1,9 @@
 """Statistics of a model's inputs as files: made once from text, read for any chip and method, and merged.
 
 A folder holds `statistics.json` and for each half of a layer and each routed expert one safetensors file. Of each
-stream S in it: `S.tokens` I64 [1], `S.weight_total` F64 [1], `S.amax` F32 [K], `S.total` and `S.squares` F64 [K],
-`S.histogram` I64 [256, 8], `S.ranges` I64 [r], `S.moments` F64, the rows of each range's upper triangle one after
-another, and n sampled tokens, `S.sample_keys` I64 [n], ascending, `S.sample_inputs` F32 [n, K] and
+stream S in it: `S.tokens` I64 [1], `S.weight_total` F64 [1], `S.amax` F32 [K], `S.total`, `S.squares` and `S.cross`
+F64 [K], `S.histogram` I64 [256, 8], `S.ranges` I64 [r], `S.moments` F64, the rows of each range's upper triangle
+one after another, and n sampled tokens, `S.sample_keys` I64 [n], ascending, `S.sample_inputs` F32 [n, K] and
 `S.sample_weight` F32 [n]. The meaning of each is that of `InputStatistics`, gathered without any chip's cast. An
 expert's file may also hold the stream `anyone`: what its second input would see of an average token.
 
@@ -42,7 +42,8 @@ _AGAIN = "collect the statistics again"
 _STRIP = 256  # rows that are mirrored together
 _FIELDS = {
     "tokens": "I64", "weight_total": "F64", "amax": "F32", "total": "F64", "squares": "F64", "histogram": "I64",
-    "ranges": "I64", "moments": "F64", "sample_keys": "I64", "sample_inputs": "F32", "sample_weight": "F32",
+    "cross": "F64", "ranges": "I64", "moments": "F64",
+    "sample_keys": "I64", "sample_inputs": "F32", "sample_weight": "F32",
 }  # fmt: skip
 
 
@@ -159,6 +160,7 @@ def _packed(stream: StreamStatistics) -> dict[str, Tensor]:
         "amax": seen.amax.contiguous(),
         "total": seen.total.contiguous(),
         "squares": seen.squares.contiguous(),
+        "cross": seen.cross.contiguous(),
         "histogram": seen.histogram.contiguous(),
         "ranges": torch.tensor(ranges),
         "moments": moments,
@@ -245,8 +247,9 @@ class _Checked:
     file: Path
 
     def _of(self, record: Any, key: str, kind: type) -> Any:
-        value = record.get(key) if isinstance(record, dict) else None
-        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 0)):
+        value: Any = record.get(key) if isinstance(record, dict) else None
+        negative = isinstance(value, int) and (isinstance(value, bool) or value < 0)
+        if not isinstance(value, kind) or (kind is int and negative):
             raise UserError(f"{self.file}: {key!r} is {value!r:.40}, which cannot be; {_AGAIN}")
         return value
 
@@ -299,6 +302,7 @@ def _read_stream(header: SafetensorsHeader, name: str) -> StreamStatistics:
         raise refuse("ranges", f"do not make {features} features")
     shapes: dict[str, tuple[int, ...]] = {
         "tokens": (1,), "weight_total": (1,), "amax": (features,), "total": (features,), "squares": (features,),
+        "cross": (features,),
         "histogram": (256, 8), "ranges": (len(ranges),), "moments": (sum(k * (k + 1) // 2 for k in ranges),),
         "sample_keys": (sampled,), "sample_inputs": (sampled, features), "sample_weight": (sampled,),
     }  # fmt: skip
@@ -321,7 +325,7 @@ def _read_stream(header: SafetensorsHeader, name: str) -> StreamStatistics:
             squares=found["squares"],
             histogram=found["histogram"],
             second_moments=moments,
-            cross=torch.cat([moment.diagonal() for moment in moments]),
+            cross=found["cross"],
             weight_total=float(found["weight_total"]),
             sample=TokenSample(found["sample_inputs"], found["sample_weight"]),
         ),
@@ -334,7 +338,7 @@ def _read_tensor(header: SafetensorsHeader, name: str) -> Tensor:
     dtype = DTYPES[stored.info.dtype].torch
     assert dtype is not None
     tensor = torch.empty(stored.info.shape, dtype=dtype)
-    view = tensor.reshape(-1).view(torch.uint8).numpy()
+    view = tensor.reshape(-1).view(torch.uint8).numpy().data
     try:
         with header.file.open("rb", buffering=0) as file:
             file.seek(stored.begin)

@@ -105,9 +105,7 @@ def _observed_and_moved(run: Calibration, index: int, half: Half) -> Moved:
     return move_half(run, index, half, layer, {s: o.statistics() for s, o in observers.items()})
 
 
-def solve_moved(
-    run: Calibration, index: int, half: Half, moved: Moved
-) -> tuple[Layer, dict[str, Any]]:
+def solve_moved(run: Calibration, index: int, half: Half, moved: Moved) -> tuple[Layer, dict[str, Any]]:
     """(half a layer as the chip runs it, its records), solved and written group by group."""
     tensors, plain_groups, statistics_of = moved.layer.tensors, dict(moved.layer.groups), moved.statistics
     written, moves = moved.written, moved.records
@@ -133,7 +131,7 @@ def solve_and_write(
     """(the group that runs on, records); a group that the patterns keep, or that will not run, stays as it is."""
     if modules[0] not in run.plan.selection.quantized:
         return plain, []
-    factors = factors_of(statistics) if run.plan.method.compensates else ()
+    factors = factors_of(run.plan, statistics)
     solved = solve_group(run.plan, modules, plain, statistics, factors)
     amax = None if statistics is None else float(statistics.amax.max())
     records = [

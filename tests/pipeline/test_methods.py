@@ -182,7 +182,7 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
     assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "mxfp4", "nvfp4"])
 def test_without_data_the_rest_is_solved_one_by_one(scheme: str, tmp_path: Path) -> None:
     model, out = make(tmp_path / "model", "qwen3"), tmp_path / "out"
     run(
@@ -249,3 +249,39 @@ def test_groups_that_divide_every_row_are_chosen(tmp_path: Path) -> None:
     weights = json.loads((channel / "config.json").read_text())["quantization_config"]["config_groups"]
     assert weights["group_0"]["weights"]["strategy"] == "channel"
     assert weights["group_0"]["weights"]["symmetric"] is False
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq"])
+def test_folders_for_engines_of_half_precision(layout: str, tmp_path: Path, common: list[str]) -> None:
+    model, out = make(tmp_path / "model", "qwen3"), tmp_path / "out"
+    record = run(
+        "--model-path", model, "--output-path", out, "--quant-method", "gptq", "--layout", layout, *common,
+        *(["--asymmetric"] if layout == "awq" else []),
+    )  # fmt: skip
+    assert record["layout"] == layout
+    assert record["validation"]["kl_mean"] < 0.3
+    written = load_file(out / "model.safetensors")
+    assert written["model.layers.0.mlp.up_proj.scales"].dtype == torch.float16
+    assert written["model.layers.0.mlp.up_proj.qweight"].dtype == torch.int32
+
+
+def test_linears_that_no_text_reaches_stay_where_inputs_have_to_be_known(
+    tmp_path: Path, common: list[str]
+) -> None:
+    """The embedded mixture of experts has a layer for multi-token prediction."""
+    out = tmp_path / "out"
+    record = run(
+        "--model-path",
+        "embedded:moe",
+        "--output-path",
+        out,
+        "--quant-method",
+        "nvfp4",
+        *common,
+        "--no-validate",
+    )
+    assert any("multi-token prediction see no text" in note for note in record["notes"])
+    names = set(load_file(out / "model.safetensors"))
+    last = json.loads((out / "config.json").read_text())["num_hidden_layers"]
+    assert not any(f"model.layers.{last}." in name and name.endswith("weight_packed") for name in names)
+    assert any("model.layers.1." in name and name.endswith("weight_packed") for name in names)
