@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from qwen_quantize.calibrators.block_fp8 import solve_block_fp8
 from qwen_quantize.calibrators.grid_weights import solve_compensated, solve_rounding
+from qwen_quantize.calibrators.hessian import DAMPING, GRID_DAMPING, GRID_FLOOR
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
 
 
@@ -23,8 +24,9 @@ class Transform(StrEnum):
 class Method:
     """A solver, the named scheme it fills, and what it needs.
 
-    uses_second_moments: of the inputs, for the solver or the transform; compensates: the solver wants their factors.
-    any_scheme: it fills every scheme without a method of its own. needs_data: it means nothing without text.
+    uses_second_moments: of the inputs, for the solver or the transform; compensates: the solver wants their
+    factors. damping, damping_floor: of those factors, see `factorize`. any_scheme: it fills every scheme without a
+    method of its own. needs_data: it means nothing without text.
     """
 
     name: str
@@ -36,10 +38,26 @@ class Method:
     any_scheme: bool = False
     needs_data: bool = False
     compensates: bool = True
+    damping: float = GRID_DAMPING
+    damping_floor: float = GRID_FLOOR
 
 
-def _compensated(scheme: str, description: str) -> Method:
+def _narrow(scheme: str, description: str) -> Method:
     return Method(scheme, scheme, solve_compensated, True, description)
+
+
+def _eight_bit(scheme: str, description: str, transform: Transform = Transform.NONE) -> Method:
+    """Eight bits leave little to win, so that damping protects what there is (see `DAMPING`)."""
+    return Method(
+        scheme,
+        scheme,
+        solve_compensated,
+        True,
+        description,
+        transform,
+        damping=DAMPING,
+        damping_floor=0.0,
+    )
 
 
 METHODS: dict[str, Method] = {
@@ -51,6 +69,8 @@ METHODS: dict[str, Method] = {
             solve_block_fp8,
             uses_second_moments=True,
             description="E4M3 weights in blocks with power-of-two scales, scales searched, rounding compensated",
+            damping=DAMPING,
+            damping_floor=0.0,
         ),
         Method(
             "rtn",
@@ -89,13 +109,10 @@ METHODS: dict[str, Method] = {
             transform=Transform.AWQ,
             needs_data=True,
         ),
-        Method(
+        _eight_bit(
             "w8a8",
-            "w8a8",
-            solve_compensated,
-            uses_second_moments=True,
-            description="INT8 weights and activations; outliers moved into the weights by a searched strength",
-            transform=Transform.SMOOTHING,
+            "INT8 weights and activations; outliers moved into the weights by a searched strength",
+            Transform.SMOOTHING,
         ),
         Method(
             "w4a8",
@@ -105,11 +122,11 @@ METHODS: dict[str, Method] = {
             description="INT4 weights in groups, INT8 activations, smoothed like w8a8",
             transform=Transform.SMOOTHING,
         ),
-        _compensated("fp8", "E4M3 weights per output channel, E4M3 activations per token"),
-        _compensated("mxfp8", "OCP MXFP8 weights and activations, power-of-two scales searched"),
-        _compensated("mxfp6", "OCP MXFP6 (E2M3) weights and activations, power-of-two scales searched"),
-        _compensated("mxfp4", "OCP MXFP4 weights and activations, power-of-two scales searched"),
-        _compensated("nvfp4", "NVFP4 weights and activations, block scales for 6 or 4 as fits better"),
-        _compensated("hif8", "HiFloat8 weights and activations, each output channel centred"),
+        _eight_bit("fp8", "E4M3 weights per output channel, E4M3 activations per token"),
+        _eight_bit("mxfp8", "OCP MXFP8 weights and activations, power-of-two scales searched"),
+        _narrow("mxfp6", "OCP MXFP6 (E2M3) weights and activations, power-of-two scales searched"),
+        _narrow("mxfp4", "OCP MXFP4 weights and activations, power-of-two scales searched"),
+        _narrow("nvfp4", "NVFP4 weights and activations, block scales for 6 or 4 as fits better"),
+        _eight_bit("hif8", "HiFloat8 weights and activations, each output channel centred"),
     )
 }
