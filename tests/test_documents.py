@@ -124,7 +124,7 @@ def keys_inside(document: object) -> set[str]:
 @pytest.mark.parametrize("say", LANGUAGES, ids=lambda say: say.file)
 def test_tables_are_fresh(say: Language) -> None:
     text = text_of(say.file)
-    made = readme_tables.refreshed(text, say, parts=("chips", "families", "methods"))
+    made = readme_tables.refreshed(text, say, parts=("chips", "families", "methods", "layouts"))
     assert made == text, "run `python tools/readme_tables.py`"
 
 
@@ -288,6 +288,23 @@ def test_the_firmware_story_is_told_where_it_is_there(say: Language, tmp_path: P
         assert row in text
     for fact in ("tiny.gguf", "20,470", "`cast fp32->e4m3: rne -> rtz`", "`recalibrate`", "83 %"):
         assert fact in text
+    change = {"field": "cast.overflow", "text": "cast fp32->e4m3, overflow: saturate -> nonsaturate"}
+    lost = {
+        "changed": [change], "tokens": 20470, "verdict": "recalibrate", "conditions": ["choose rceil"],
+        "perplexity_before": 40.25, "perplexity_after": None, "rows": {"recalibrated": {"perplexity": 40.375}},
+    }  # fmt: skip
+    small = lost | {
+        "rows": {},
+        "verdict": "harmless",
+        "perplexity_after": 40.5,
+        "tokens": 6141,
+        "conditions": [],
+    }
+    path.write_text(json.dumps(STORY | {"stories": [STORY, small, lost]}))
+    text = readme_tables.firmware_story(say, tmp_path)
+    assert f"| `{change['text']}` | 20,470 | `recalibrate` | 40.250 | ∞ | 40.375 |" in text
+    assert "| 6,141 | `harmless` | 40.250 | 40.500 |  |" in text
+    assert "`rceil`" in text
     path.write_text(json.dumps(STORY | {"rows": {}, "recovered_fraction": None, "verdict": "harmless"}))
     text = readme_tables.firmware_story(say, tmp_path)
     assert "`harmless`" in text

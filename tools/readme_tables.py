@@ -2,14 +2,14 @@
 
     python tools/readme_tables.py [--check]
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- end generated -->`. NAME is `chips` (from
-the chip profiles), `families` (from the records of model families), `methods` (from the calibrators), `measured`
-(from benchmarks/results/real_model.json, where it exists), `measured-moe` (from those of r1_layer.json,
-layers.json, expert_policies.json and embedded_moe.json that exist in the same folder), `firmware-story` (from
-firmware_story.json there) or `gate` (from gate_errors.json there). All but the first and embedded_moe.json hold
-what the benchmarks of these names print with --json, r1_layer.json one run or a list of runs; embedded_moe.json holds
-what `qwen_quantize eval --json` prints. Words are in readme_words.toml. With --check nothing is written; the exit
-code is 1 when a part is stale.
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end generated -->`. NAME is `chips` (from the
+chip profiles), `families` (from the records of model families), `methods` (from the calibrators), `layouts` (from the
+records of layouts and what they plan for each scheme), `measured` (from benchmarks/results/real_model.json, where it
+exists), `measured-moe` (from those of r1_layer.json, layers.json, expert_policies.json and embedded_moe.json that
+exist in the same folder), `firmware-story` (from firmware_story.json there) or `gate` (from gate_errors.json there).
+All but the first and embedded_moe.json hold what the benchmarks of these names print with --json, r1_layer.json one
+run or a list of runs; embedded_moe.json holds what `qwen_quantize eval --json` prints. Words are in
+readme_words.toml. With --check nothing is written; the exit code is 1 when a part is stale.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from typing import Any
 
 from qwen_quantize.calibrators.methods import METHODS
 from qwen_quantize.checkpoint.gguf_config import ARCHITECTURES
+from qwen_quantize.checkpoint.layouts import LAYOUTS, Layout
+from qwen_quantize.checkpoint.shards import OutputTensor
 from qwen_quantize.chip_profiles.leaf import Absent
 from qwen_quantize.chip_profiles.legality import check
 from qwen_quantize.chip_profiles.loader import list_profiles, load_profile
 from qwen_quantize.chip_profiles.schema import ChipProfile
 from qwen_quantize.chip_profiles.standing import standing
+from qwen_quantize.errors import UserError
 from qwen_quantize.formats.granularity import Granularity, GranularityKind
-from qwen_quantize.formats.schemes import SCHEMES, TensorSpec
+from qwen_quantize.formats.schemes import SCHEMES, Scheme, TensorSpec
 from qwen_quantize.formats.tables import E8M0
 from qwen_quantize.models.blueprint import Family
 from qwen_quantize.models.lookup import FAMILIES
@@ -133,26 +136,66 @@ def _mlp_word(family: Family) -> str:
 
 
 def methods_table(say: Language) -> str:
-    """One row for each entry of METHODS."""
-    head = [say(w) for w in ("method", "weight", "activations", "scales", "second moments")]
+    """One row for each entry of METHODS, in its order."""
+    head = [say(w) for w in ("method", "weight", "activations", "scales", "text", "what it does")]
     rows = []
-    for name, method in sorted(METHODS.items()):
-        scheme = SCHEMES[method.scheme]
-        activation = scheme.activation
-        rows.append(
-            [
-                f"`{name}`",
-                _spec_words(scheme.weight, "weights", say),
-                say("none")
-                if activation is None
-                else _spec_words(activation, "dynamic" if scheme.dynamic else "static", say),
-                say("e8m0 scales")
-                if scheme.weight.scale_format is E8M0
-                else scheme.weight.scale_format.name.upper(),
-                say("used" if method.uses_second_moments else "unused"),
-            ]
-        )
+    for name, method in METHODS.items():
+        if method.any_scheme:
+            made = [say("of any scheme").format(scheme=f"`{method.scheme}`"), *[say("of the scheme")] * 2]
+        else:
+            made = _scheme_cells(SCHEMES[method.scheme], say)
+        text = say("needed" if method.needs_data else "optional")
+        rows.append([f"`{name}`", *made, text, _sentence(say, f"does {name}")])
     return _table(head, rows)
+
+
+def _scheme_cells(scheme: Scheme, say: Language) -> list[str]:
+    activation, weight = scheme.activation, scheme.weight
+    if activation is None:
+        inputs, scales = say("none"), say("model scales")  # the plan stores them in the type of the model
+    else:
+        inputs = _spec_words(activation, "dynamic" if scheme.dynamic else "static", say)
+        scales = say("e8m0 scales") if weight.scale_format is E8M0 else weight.scale_format.name.upper()
+    if weight.tensor_scale_format is not None:
+        scales = say("two scales").format(first=scales, second=weight.tensor_scale_format.name.upper())
+    return [_spec_words(weight, "weights", say), inputs, scales]
+
+
+def _sentence(say: Language, key: str) -> str:
+    if key not in say.words:
+        raise ReadmeError(f"tools/readme_words.toml has no {key!r} for {say.file}")
+    return say.words[key]
+
+
+def layouts_table(say: Language) -> str:
+    """One row for each entry of LAYOUTS: what it holds of the named schemes is asked of the layout itself."""
+    head = [
+        say(w) for w in ("layout", "schemes", "tensors of a linear", "written for", "loaded in the tests")
+    ]
+    rows = []
+    for name, layout in LAYOUTS.items():
+        held = {scheme: _held(layout, SCHEMES[scheme]) for scheme in SCHEMES}
+        asymmetric = _held(layout, SCHEMES["w4a16"].with_zero_point())
+        schemes = ", ".join(
+            f"`{scheme}`" + (say("zero points too") if scheme == "w4a16" and asymmetric else "")
+            for scheme, outputs in held.items()
+            if outputs
+        )
+        dtypes: dict[str, dict[str, None]] = {}
+        for output in (*(it for outputs in held.values() for it in outputs), *asymmetric):
+            dtypes.setdefault(output.name.removeprefix("m."), {})[output.dtype] = None
+        tensors = ", ".join(f"`{suffix}` {' / '.join(types)}" for suffix, types in dtypes.items())
+        readers = ", ".join(say(reader) for reader in layout.readers)
+        rows.append([f"`{name}`", schemes, tensors, readers, _sentence(say, f"loaded {name}")])
+    return _table(head, rows)
+
+
+def _held(layout: Layout, scheme: Scheme) -> tuple[OutputTensor, ...]:
+    """The tensors of a linear "m" of the scheme, () where the layout has no place for it."""
+    try:
+        return layout.outputs("m", (256, 256), scheme)
+    except UserError:
+        return ()
 
 
 def _spec_words(spec: TensorSpec, pattern: str, say: Language) -> str:
@@ -297,8 +340,9 @@ def _firmware_story(say: Language, found: Any) -> str:
         changed=", ".join(f"`{change['text']}`" for change in found["changed"]),
         verdict=found["verdict"],
     )
+    others = _other_stories(say, found.get("stories", ())[1:])
     if not found["rows"]:  # nothing was lost, so nothing was calibrated again
-        return f"{words}\n"
+        return f"{words}\n{others}"
     head = [say(w) for w in ("calibrated for", "run on", "perplexity", "KL (nats)", "KL, 99 of 100 tokens")]
     rows = [[say("unquantized"), "", f"{found['unquantized_perplexity']:.3f}", "", ""]]
     old, new = (f"`{found[name]}`" for name in ("before", "after"))
@@ -308,7 +352,25 @@ def _firmware_story(say: Language, found: Any) -> str:
     share = found["recovered_fraction"]
     if share is not None:
         words += say("recovered").format(share=f"{100 * share:.0f} %")
-    return f"{words}\n\n{_table(head, rows)}"
+    return f"{words}\n\n{_table(head, rows)}{others}"
+
+
+def _other_stories(say: Language, stories: Sequence[Any]) -> str:
+    """A row for each other update, a perplexity of null being infinite; nothing without one."""
+    if not stories:
+        return ""
+    head = [say(w) for w in ("change", "tokens", "verdict", "before it", "after it", "calibrated again")]
+    rows = []
+    for found in stories:
+        again = found["rows"].get("recalibrated")
+        figures = [found["perplexity_before"], found["perplexity_after"]]
+        figures += [] if again is None else [again["perplexity"]]
+        shown = ["∞" if value is None else f"{value:.3f}" for value in figures]
+        changed = ", ".join(f"`{change['text']}`" for change in found["changed"])
+        row = [changed, f"{found['tokens']:,}", f"`{found['verdict']}`", *shown]
+        rows.append(row if again is not None else [*row, ""])
+    served = any(found["conditions"] for found in stories)
+    return f"\n{say('other stories')}{say('served otherwise') if served else ''}\n\n{_table(head, rows)}"
 
 
 def _gate(say: Language, found: Any) -> str:
@@ -340,6 +402,7 @@ PARTS: dict[str, Callable[[Language], str]] = {
     "chips": chips_table,
     "families": families_table,
     "methods": methods_table,
+    "layouts": layouts_table,
     "measured": measured_table,
     "measured-moe": measured_moe,
     "firmware-story": firmware_story,
