@@ -95,21 +95,36 @@ def calibrated(case: Case, plan: Plan, output: Path) -> None:
     quantize(plan, source, ModelReader(source), Output(output), lambda *_: None).folder.finish()
 
 
-@torch.inference_mode()
-def losses(model: Path, chip: ChipCompute | None, windows: Tensor) -> Tensor:
-    """[tokens] float64: what every prediction of the windows costs."""
+def final_states(model: Path, chip: ChipCompute | None, windows: Tensor) -> tuple[StreamedModel, Tensor]:
+    """(the model, its head open; what the head reads for every prediction of the windows, [tokens, hidden])."""
     scorer = StreamedModel(ModelReader(open_source(model)), chip)
     hidden = scorer.embed(windows)
     for index in range(scorer.num_layers):
         scorer.open_layer(index)
         hidden = scorer.run_layer(hidden)
     scorer.open_head()
-    rows, targets = rows_to_score(hidden), targets_of(windows)
-    parts = [
-        token_nll(scorer.log_probabilities(rows[at : at + _ROWS]), targets[at : at + _ROWS])
-        for at in range(0, rows.shape[0], _ROWS)
-    ]
-    return torch.cat(parts)
+    return scorer, rows_to_score(hidden)
+
+
+@torch.inference_mode()
+def losses(case: Case, model: Path, chip: ChipCompute | None) -> tuple[Tensor, Tensor]:
+    """[tokens] float64 each: what every prediction costs, and its divergence from the unquantized model's."""
+    reference, expected = final_states(case.path, None, case.windows)
+    scorer, rows = final_states(model, chip, case.windows)
+    targets = targets_of(case.windows)
+    costs, divergences = [], []
+    for at in range(0, rows.shape[0], _ROWS):
+        found = scorer.log_probabilities(rows[at : at + _ROWS])
+        wanted = reference.log_probabilities(expected[at : at + _ROWS])
+        costs.append(token_nll(found, targets[at : at + _ROWS]))
+        divergences.append((wanted.exp() * (wanted - found)).sum(dim=-1).double())
+    return torch.cat(costs), torch.cat(divergences)
+
+
+def over_windows(difference: Tensor, window: int) -> float:
+    """The standard error of the mean of [tokens] whose windows, not tokens, are independent."""
+    means = difference.view(-1, window).mean(dim=1)
+    return float(means.std() / math.sqrt(means.numel()))
 
 
 def measure(case: Case, arithmetic: str, seed: int, samples: int, plain: Path) -> dict[str, Any]:
@@ -119,9 +134,9 @@ def measure(case: Case, arithmetic: str, seed: int, samples: int, plain: Path) -
     with tempfile.TemporaryDirectory() as work:
         aware = Path(work) / "aware"
         calibrated(case, plan, aware)
-        ours = losses(aware, chip, case.windows)
+        ours, our_divergence = losses(case, aware, chip)
         same = _weights(aware) == _weights(plain)
-    theirs = losses(plain, chip, case.windows)
+    theirs, their_divergence = losses(case, plain, chip)
     window = case.windows.shape[1] - 1
     _, error = paired_rise(theirs, ours, window)
     difference = float((ours - theirs).mean())
@@ -135,6 +150,10 @@ def measure(case: Case, arithmetic: str, seed: int, samples: int, plain: Path) -
         "aware_perplexity": perplexity(ours),
         "difference": difference,
         "standard_error": error / math.exp(difference),  # of the difference itself, not of its exponential
+        "plain_kl": float(their_divergence.mean()),
+        "aware_kl": float(our_divergence.mean()),
+        "kl_difference": float((our_divergence - their_divergence).mean()),
+        "kl_standard_error": over_windows(our_divergence - their_divergence, window),
         "same_weights": same,
     }
 
@@ -161,7 +180,8 @@ def run_cells(
                     row = measure(case, arithmetic, seed, samples, plain)
                     print(
                         f"{case.name} {arithmetic} seed {seed}: {row['plain_perplexity']:.4f} -> "
-                        f"{row['aware_perplexity']:.4f} ({row['difference']:+.5f} +- {row['standard_error']:.5f})",
+                        f"{row['aware_perplexity']:.4f} ({row['difference']:+.5f} +- {row['standard_error']:.5f}), KL "
+                        f"{row['plain_kl']:.5f} -> {row['aware_kl']:.5f} +- {row['kl_standard_error']:.5f}",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -190,7 +210,11 @@ def record_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 "aware_perplexity": math.exp(sum(math.log(row["aware_perplexity"]) for row in cells) / count),
                 "difference": mean,
                 "standard_error": error,
+                "plain_kl": sum(row["plain_kl"] for row in cells) / count,
+                "aware_kl": sum(row["aware_kl"] for row in cells) / count,
+                "kl_standard_error": sum(row["kl_standard_error"] for row in cells) / count,
                 "better_in_every_seed": all(row["difference"] < 0 for row in cells),
+                "nearer_in_every_seed": all(row["kl_difference"] < 0 for row in cells),
                 "significantly_worse": mean > 1.645 * error,
             }
         )
@@ -221,7 +245,8 @@ def main() -> None:
     for row in record["summary"]:
         print(
             f"{row['model']:32} {row['arithmetic']:6} plain {row['plain_perplexity']:9.4f} chip-aware "
-            f"{row['aware_perplexity']:9.4f} nats {row['difference']:+.5f} +- {row['standard_error']:.5f}"
+            f"{row['aware_perplexity']:9.4f} nats {row['difference']:+.5f} +- {row['standard_error']:.5f} KL "
+            f"{row['plain_kl']:.5f} -> {row['aware_kl']:.5f} +- {row['kl_standard_error']:.5f}"
         )
 
 

@@ -326,6 +326,11 @@ def firmware_story(say: Language, folder: Path = RESULTS.parent) -> str:
     return _shown(say, folder / "firmware_story.json", _firmware_story) or say("no_firmware_story") + "\n"
 
 
+def chip_aware(say: Language, folder: Path = RESULTS.parent) -> str:
+    """Calibrated for a chip's own arithmetic or not; benchmarks/chip_aware.py measures it."""
+    return _shown(say, folder / "chip_aware.json", _chip_aware) or say("no_chip_aware") + "\n"
+
+
 def gate(say: Language, folder: Path = RESULTS.parent) -> str:
     """How often the gate of `regress` errs; benchmarks/gate_errors.py measures it."""
     return _shown(say, folder / "gate_errors.json", _gate) or say("no_gate") + "\n"
@@ -373,6 +378,28 @@ def _other_stories(say: Language, stories: Sequence[Any]) -> str:
     return f"\n{say('other stories')}{say('served otherwise') if served else ''}\n\n{_table(head, rows)}"
 
 
+def _chip_aware(say: Language, found: Any) -> str:
+    head = [say(w) for w in ("model", "arithmetic of the chip", "seeds", "tokens", "perplexity, plain")]
+    head += [say(w) for w in ("chip-aware", "difference in nats", "KL, plain", "KL, chip-aware")]
+    rows = []
+    for row in found["summary"]:
+        error, kl_error = row["standard_error"], row["kl_standard_error"]
+        rows.append(
+            [
+                row["model"],
+                row["arithmetic"],
+                str(row["seeds"]),
+                f"{row['tokens']:,}",
+                f"{row['plain_perplexity']:.3f}",
+                f"{row['aware_perplexity']:.3f}",
+                f"{row['difference']:+.4f} ± {error:.4f}",
+                f"{row['plain_kl']:.5f}",
+                f"{row['aware_kl']:.5f} ± {kl_error:.5f}",
+            ]
+        )
+    return f"{say('chip_aware').format(method=found['method'])}\n\n{_table(head, rows)}"
+
+
 def _gate(say: Language, found: Any) -> str:
     losses = [(0.0, False), (0.005, False), (0.01, False), (0.01, True)]
     found_words = ("found", "found, twice the margin", "found, concentrated")
@@ -406,6 +433,7 @@ PARTS: dict[str, Callable[[Language], str]] = {
     "measured": measured_table,
     "measured-moe": measured_moe,
     "firmware-story": firmware_story,
+    "chip-aware": chip_aware,
     "gate": gate,
 }
 

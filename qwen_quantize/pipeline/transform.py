@@ -200,9 +200,10 @@ def move_half(
     layer: Layer,
     statistics: dict[Stream, InputStatistics],
 ) -> Moved:
-    """Find and make the moves of half a layer, each where it lowers the error. statistics: by stream.
+    """Find and make the moves of half a layer, each where it lowers the error.
 
-    With routed experts, those of EXPERT_INPUT count for the shared expert's input too.
+    statistics: by stream; what moves is replaced in it, so that no second moments are held twice. With routed
+    experts, those of EXPERT_INPUT count for the shared expert's input too.
     """
     if run.plan.method.transform is Transform.NONE:
         return Moved(layer, statistics)
@@ -210,7 +211,7 @@ def move_half(
     groups = blueprint.streams(index, half)
     tensors = tensors_of(blueprint, groups, layer.groups)
     tensors = LayerTensors(tensors.weights, tensors.biases, dict(layer.tensors))
-    found = dict(statistics)
+    found = statistics
     written: list[str] = []
     records = []
     expert_move = None
