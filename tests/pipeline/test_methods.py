@@ -24,9 +24,9 @@ from tests.tiny_models import make_tiny, make_tokenizer, words
 
 QUICK = (("awq", "qwen3"), ("awq_v2", "deepseek-v3"), ("w8a8", "mixtral"), ("nvfp4", "qwen2"))
 FAMILIES = ("qwen2", "qwen3", "mixtral", "deepseek-v3", "deepseek-v2-lite", "gemma2")
-# Loosely above what random weights lose: a transform that changed the function, or a scale that was lost, costs
-# hundreds of times as much.
-ALLOWED_KL = {"w8a8": 0.01, "fp8": 0.02, "hif8": 0.05, "mxfp8": 0.02, "mxfp6": 0.05}
+# About twice what is lost on the worst of these models, whose random routers flip at a touch; a transform that changed
+# the function, or a scale that was lost, costs a hundred times as much.
+ALLOWED_KL = {"w8a8": 0.03, "fp8": 0.08, "hif8": 0.1, "mxfp8": 0.08, "mxfp6": 0.12}
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 64}
 LATENT_SIZES = {"kv_lora_rank": 32, "q_lora_rank": 64, "v_head_dim": 16}
 
