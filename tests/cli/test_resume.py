@@ -119,7 +119,9 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
     expected = hashes(tmp_path / "whole")
     moments = random.Random(20)
     kills = 0
-    for attempt in range(5):
+    for attempt in range(15):  # where the first run was slowed down by others, some end before their moment
+        if kills == 5:
+            break
         out = tmp_path / f"out-{attempt}"
         process = subprocess.Popen(arguments(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
