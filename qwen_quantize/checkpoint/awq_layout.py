@@ -18,6 +18,7 @@ from qwen_quantize.checkpoint.layout_parts import (
     check_parts,
     one_scheme,
     refuse_partial_groups,
+    require_half_scales,
     stored_scale,
 )
 from qwen_quantize.checkpoint.linear_parts import WORDS, ModuleTensors, StoredKind, StoredLinear
@@ -27,7 +28,7 @@ from qwen_quantize.errors import UserError
 from qwen_quantize.formats.blocks import QuantizedTensor
 from qwen_quantize.formats.granularity import GranularityKind
 from qwen_quantize.formats.schemes import Scheme
-from qwen_quantize.formats.tables import FP16, INT4
+from qwen_quantize.formats.tables import INT4
 from qwen_quantize.models.config_values import shown
 
 # A word holds these of its eight columns, from the lowest nibble on; and the nibble of each column.
@@ -65,11 +66,7 @@ class AwqLayout:
                 f"layout {self.name} holds INT4 weights in groups beside 16-bit inputs, not scheme {scheme.name}; "
                 "choose another --layout"
             )
-        if weight.scale_format != FP16:
-            raise UserError(
-                f"layout {self.name} stores its scales in FP16, not in {weight.scale_format.name}; choose another "
-                "--layout"
-            )
+        require_half_scales(self.name, weight)
         if rows % 8:
             raise UserError(
                 f"{module!r} has {rows} output features, and layout {self.name} packs them in eights; leave the module "

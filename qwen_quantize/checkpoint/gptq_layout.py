@@ -20,6 +20,7 @@ from qwen_quantize.checkpoint.layout_parts import (
     check_parts,
     one_scheme,
     refuse_partial_groups,
+    require_half_scales,
     stored_scale,
 )
 from qwen_quantize.checkpoint.linear_parts import WORDS, ModuleTensors, StoredKind, StoredLinear
@@ -30,7 +31,7 @@ from qwen_quantize.formats.blocks import QuantizedTensor
 from qwen_quantize.formats.granularity import GranularityKind
 from qwen_quantize.formats.packing import unpack_words
 from qwen_quantize.formats.schemes import Scheme
-from qwen_quantize.formats.tables import FP16, INT4, INT8
+from qwen_quantize.formats.tables import INT4, INT8
 from qwen_quantize.models.config_values import shown
 
 _FULL = 32  # GPTQModel packs and multiplies in units of this many features
@@ -54,11 +55,7 @@ class GptqLayout:
                 f"layout {self.name} holds symmetric integers in groups beside 16-bit inputs, not scheme {scheme.name}"
                 f"{'' if weight.symmetric else ' with zero points'}; choose another --layout"
             )
-        if weight.scale_format != FP16:
-            raise UserError(
-                f"layout {self.name} stores its scales in FP16, not in {weight.scale_format.name}; choose another "
-                "--layout"
-            )
+        require_half_scales(self.name, weight)
         if rows % _FULL or columns % _FULL:
             raise UserError(
                 f"{module!r} has {rows} x {columns} features, and readers of layout {self.name} need multiples of "

@@ -10,7 +10,7 @@ from torch import Tensor
 from qwen_quantize.checkpoint.shards import OutputTensor
 from qwen_quantize.checkpoint.tensor_info import DTYPES, torch_shape
 from qwen_quantize.errors import UserError
-from qwen_quantize.formats.schemes import Scheme
+from qwen_quantize.formats.schemes import Scheme, TensorSpec
 from qwen_quantize.formats.spec import Format
 from qwen_quantize.formats.tables import BF16, FP16, FP32
 
@@ -95,3 +95,11 @@ def one_scheme(layout: str, schemes: Mapping[str, Scheme]) -> Scheme:
         f"{names[second]!r} is {second.name if second.name != first.name else 'the same with another grid'}; "
         "choose --layout compressed-tensors"
     )
+
+
+def require_half_scales(layout: str, weight: TensorSpec) -> None:
+    """UserError unless the scales are FP16, for layouts whose readers compute in it."""
+    if weight.scale_format != FP16:
+        raise UserError(
+            f"layout {layout} stores its scales in FP16, not in {weight.scale_format.name}; choose another --layout"
+        )

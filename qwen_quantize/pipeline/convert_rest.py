@@ -29,7 +29,7 @@ def convert_rest(
     plan: Plan, source: CheckpointSource, folder: OutputFolder, journal: Journal, progress: Progress
 ) -> None:
     """Convert every tensor that no finished unit of the journal has written; durable in batches."""
-    solved = {linear["name"] for record in journal.units.values() for linear in record.get("linears", ())}
+    solved = journal.linears()
     batches = [record for unit, record in journal.units.items() if unit.startswith(f"{_UNIT}.")]
     done = {name for record in batches for name in record["names"]}
     converted = {linear["name"] for record in batches for linear in record["linears"]}

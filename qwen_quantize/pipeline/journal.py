@@ -91,6 +91,10 @@ class Journal:
             os.fsync(file.fileno())
         self.units[unit] = entry
 
+    def linears(self) -> set[str]:
+        """The names of all linears that a finished unit has written."""
+        return {linear["name"] for record in self.units.values() for linear in record.get("linears", ())}
+
     def _replace(self, content: bytes) -> None:
         with disk_errors(self.path, len(content)), replacing(self.path) as file:
             file.write(content)

@@ -26,7 +26,7 @@ def solve_rest(
     plan: Plan, source: CheckpointSource, folder: OutputFolder, journal: Journal, progress: Progress
 ) -> None:
     """Solve every quantized linear that no finished unit of the journal has; memory holds one at a time."""
-    solved = {linear["name"] for record in journal.units.values() for linear in record.get("linears", ())}
+    solved = journal.linears()
     left = [module for module in plan.selection.quantized if module not in solved]
     linears = LinearReader(source.read_once())
     count = sum(unit.startswith(f"{_UNIT}.") for unit in journal.units)
