@@ -216,13 +216,24 @@ def recalibrate(
     }
 
 
+def serving_condition(arithmetic: Arithmetic, recipe: Recipe | None, scheme: Scheme) -> str | None:
+    """What must change where the model is served before weights can help, with the reason; None if nothing must."""
+    words = overflow_words(arithmetic, scheme)
+    if words is None:
+        return None
+    rule = None if recipe is None else dict(recipe.assume).get("scale.rule")
+    remedy = (
+        "let the cast saturate" if rule is None else f"choose the scale rule {rule} where the model is served"
+    )
+    return f"{remedy}, which no weights make up for: {words}"
+
+
 def _as_served(arithmetic: Arithmetic, recipe: Recipe, scheme: Scheme) -> tuple[Arithmetic, list[str]]:
     """The arithmetic that the new model will meet, and what must be done where it is served for that."""
-    words, rule = overflow_words(arithmetic, scheme), dict(recipe.assume).get("scale.rule")
-    if words is None or rule is None:
+    condition, rule = serving_condition(arithmetic, recipe, scheme), dict(recipe.assume).get("scale.rule")
+    if condition is None or rule is None:
         return arithmetic, []
-    note = f"{words}; no weights make up for that: choose the scale rule {rule} where the model is served"
-    return replace(arithmetic, activation_scale_rule=ScaleRule(rule)), [note]
+    return replace(arithmetic, activation_scale_rule=ScaleRule(rule)), [condition]
 
 
 def recovered_fraction(before: float, after: float, again: float) -> float | None:

@@ -20,9 +20,15 @@ from qwen_quantize.chip_profiles.difference import (
 )
 from qwen_quantize.cli.console import Speaker
 from qwen_quantize.cli.quantize import check_output
-from qwen_quantize.cli.recalibrate import check_recalibration, command_for, recalibrate, recipe_for
+from qwen_quantize.cli.recalibrate import (
+    check_recalibration,
+    command_for,
+    recalibrate,
+    recipe_for,
+    serving_condition,
+)
 from qwen_quantize.cli.regress_answers import Answers, TextChoice, compare_answers, text_windows
-from qwen_quantize.cli.regress_sides import Side, read_side
+from qwen_quantize.cli.regress_sides import Side, arithmetic_of, read_side
 from qwen_quantize.cli.session import (
     main_scheme,
     open_reader,
@@ -91,6 +97,9 @@ def run_regress(request: RegressRequest, *, threads: int | None, as_json: bool, 
     recorded = before.run is not None and after.run is not None
     left_open = [] if recorded else [change.text for change in found.changed if not _emulated(change.field)]
     verdict, conclusive, advice, command = _conclusion(request, found, left_open, answers, recipe)
+    if verdict == "recalibrate" and recipe is not None:
+        condition = serving_condition(arithmetic_of(after, before, scheme), recipe, scheme)
+        advice = advice if condition is None else f"{condition}; then {advice}"
     if why_not and verdict == "recalibrate":
         notes.append(f"how to quantize again cannot be said: {why_not}")
     if recipe is not None and not recipe.calibrates and verdict == "recalibrate":

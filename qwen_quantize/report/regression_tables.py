@@ -66,6 +66,7 @@ def _facts(record: Mapping[str, Any]) -> list[Fact]:
         facts.append(
             ("recalibrated", f"{again['output_path']}, {recovered} of the added perplexity recovered")
         )
+        facts += [("on condition", condition) for condition in again.get("conditions", [])]
     facts.append(("time", duration(record["seconds"])))
     return facts
 

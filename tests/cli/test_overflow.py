@@ -14,6 +14,7 @@ from qwen_quantize.chip_profiles.arithmetic import resolve_arithmetic
 from qwen_quantize.chip_profiles.loader import load_profile
 from qwen_quantize.cli.recalibrate import recovered_fraction
 from qwen_quantize.formats.schemes import SCHEMES
+from qwen_quantize.report.regression_tables import regression_lines
 from tests.tiny_models import words
 
 Run = Callable[..., Result]
@@ -67,6 +68,8 @@ def test_an_overflow_is_noticed_measured_and_mended(
     assert record["perplexity_after"] is None  # infinite
     assert [test["name"] for test in record["tests"]] == ["finite"]
     assert "scale.rule=rceil" in record["command"]
+    assert record["advice"].startswith("choose the scale rule rceil where the model is served")
+    assert "on condition: choose the scale rule rceil" in " ".join(regression_lines(record))
     again = record["recalibrated"]
     assert again["rows"][1]["perplexity"] is None
     assert math.isfinite(again["rows"][2]["perplexity"])
