@@ -117,6 +117,22 @@ def evaluator(model: Path, windows: Mapping[str, Tensor]) -> Evaluator:
     return Evaluator({name: LastHidden(StreamedModel(reader), ids) for name, ids in windows.items()})
 
 
+def read_back(quantized: Path, weights: Path) -> dict[str, Any]:
+    """How this package decodes a checkpoint that a peer wrote, held against the peer's own decoding.
+
+    largest_difference: of two weights, over the largest magnitude in its linear.
+    """
+    ours, theirs = ModelReader(open_source(quantized)), ModelReader(open_source(weights))
+    linears, equal, largest = 0, 0, 0.0
+    for stored in ours.quantized_linears():
+        expected = theirs.read_linear(stored.module)
+        difference = (ours.read_linear(stored.module) - expected).abs().max() / expected.abs().max()
+        linears += 1
+        equal += int(difference == 0)
+        largest = max(largest, float(difference))
+    return {"linears": linears, "equal": equal, "largest_difference": largest}
+
+
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
     """(mean of ours - theirs in nats a token, its standard error) from the losses of the same windows."""
     difference = torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)

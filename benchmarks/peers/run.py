@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 from environments import EnvironmentRefusal, python_of
-from evaluation import Evaluator, evaluator
+from evaluation import Evaluator, evaluator, read_back
 from inputs import LENGTH, ROOT, SEED, Inputs, prepare
 from quantizers.job import linear_bytes
 from rows import OURS, ROWS, Row
 from summary import summary
 
 from qwen_quantize import __version__
+from qwen_quantize.errors import UserError
 
 QUANTIZERS = Path(__file__).resolve().parent / "quantizers"
 
@@ -126,9 +127,18 @@ def run_row(row: Row, inputs: Inputs, options: argparse.Namespace, measure: Eval
         return {**about, "not_run": str(refusal)}
     with torch.inference_mode():
         texts = measure.score(place / "weights", row.task.cast)
+        if (place / "quantized").is_dir():
+            made["read_back"] = _read_back(place)
     if not options.keep:
         shutil.rmtree(place)
     return {**about, **made, "calibrated": row.calibrated, "texts": texts}
+
+
+def _read_back(place: Path) -> dict[str, Any]:
+    try:
+        return read_back(place / "quantized", place / "weights")
+    except UserError as refusal:
+        return {"refused": str(refusal)}
 
 
 def all_rows(rows: Sequence[Row], inputs: Inputs, options: argparse.Namespace) -> list[dict[str, Any]]:
