@@ -147,7 +147,7 @@ def with_validation(plan: Plan, validation: Validation) -> Plan:
         plan.blueprint,
         validation.tokens,
         HEAD_BATCH_BYTES,
-        prepared=plan.arithmetic.accumulator.narrow,
+        prepared=any(choice.arithmetic.accumulator.narrow for choice in plan.distinct_choices),
     )
     ceiling = plan.recipe.max_memory
     if ceiling is not None and needed > ceiling:
@@ -168,8 +168,9 @@ def _validate(
 ) -> dict[str, Any]:
     """The engine reads the written bytes back and is compared with the unquantized source."""
     written = ModelReader(open_source(staged.folder.staging))
+    chip = chip_compute(written, *(choice.arithmetic for choice in staged.plan.distinct_choices))
     with speaker.progress("validate") as progress:
-        return measure(written, reader, chip_compute(written, staged.plan.arithmetic), windows, progress)
+        return measure(written, reader, chip, windows, progress)
 
 
 def check_output(target: Path, inputs: Sequence[str | None], option: str = "--output-path") -> None:
