@@ -102,7 +102,7 @@ def settings_of(recipe: Recipe, names: Sequence[str]) -> dict[str, Settings]:
         for what, name, known in (("method", rule.method, METHODS), ("scheme", rule.scheme, SCHEMES)):
             if name is not None and name not in known:
                 raise UserError(f"{where}: {name!r} is not one of the {what}s: {', '.join(known)}")
-        matched = matching(rule.match, names)
+        matched = [rule.match] if rule.match in found else matching(rule.match, names)
         if not matched:
             raise UserError(f"{where} matches no linear of this model; {near_names(rule.match, names)}")
         for name in matched:
