@@ -198,6 +198,7 @@ DEFAULT_LAYOUT: dict[str, str] = {
     "fp8": COMPRESSED_TENSORS.name,
     "w8a8": COMPRESSED_TENSORS.name,
     "w4a16": COMPRESSED_TENSORS.name,
+    "w8a16": COMPRESSED_TENSORS.name,
     "w4a8": COMPRESSED_TENSORS.name,
     "hif8": HIF8_PLAIN.name,
 }

@@ -96,6 +96,32 @@ def _refuse_given(context: typer.Context, flag: str, names: tuple[str, ...], *, 
             raise UserError(f"{parameter.opts[0]} says nothing beside {flag}; leave one of them out")
 
 
+_FIELDS = {
+    "quant_method": "method", "calibration_dataset": "dataset", "calibration_column": "column",
+    "from_statistics": "statistics", "calibration_samples": "samples", "calibration_length": "length",
+    "firmware": "versions", "driver": "versions", "toolkit": "versions",
+}  # fmt: skip
+_SAME = (
+    "model_path", "device", "seed", "expert_policy", "ignore", "include", "block_size", "scheme", "group_size",
+    "asymmetric", "layout", "assume", "with_claims", "allow_unsupported", "max_memory",
+)  # fmt: skip
+
+
+def _given_fields(context: typer.Context, measured: bool) -> set[str]:
+    """The fields of the request that options on the command line set."""
+    found = {"device"} if measured else set()
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            found.add(_FIELDS.get(name, name if name in _SAME else ""))
+    if "dataset" in found:  # another text, in whatever way the file calibrates
+        found |= {"column", "statistics"}
+    if "statistics" in found:
+        found |= {"dataset", "column"}
+    return found - {""}
+
+
 @app.callback()
 def main_command(
     context: typer.Context,
@@ -173,6 +199,33 @@ def main_command(
     layout: Annotated[
         str | None, typer.Option("--layout", help="How it is stored (default: by method); see the docs.")
     ] = None,
+    recipe_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe",
+            help="TOML of rules by linear, or the qwen_quantize.json of a result to run again; options override it.",
+        ),
+    ] = None,
+    target_bits: Annotated[
+        float | None,
+        typer.Option(
+            "--target-bits",
+            help="Choose schemes by linear so that a weight takes this many bits, scales included.",
+        ),
+    ] = None,
+    max_loss: Annotated[
+        str | None,
+        typer.Option(
+            "--max-loss", help="Fewest bits whose predicted rise of perplexity is at most this, e.g. 0.5%."
+        ),
+    ] = None,
+    candidates: Annotated[
+        str | None,
+        typer.Option(
+            "--candidates",
+            help="Schemes to choose from, e.g. w4a16:32,w4a16:128,w8a16,16 (16: kept; default: by method).",
+        ),
+    ] = None,
     firmware: Firmware = None,
     driver: Driver = None,
     toolkit: Toolkit = None,
@@ -245,7 +298,7 @@ def main_command(
                 quiet=quiet,
             )
         return
-    if device is None and measured is None:
+    if device is None and measured is None and (recipe_file is None or recipe_file.suffix != ".json"):
         if model_path is None and output_path is None:
             typer.echo(context.get_help())
             raise typer.Exit(0)
@@ -270,15 +323,15 @@ def main_command(
             )
         from qwen_quantize.calibrators.experts import ExpertPolicy
         from qwen_quantize.chip_profiles.measured import device_with_layer
+        from qwen_quantize.cli.mixed import mixed_request
         from qwen_quantize.cli.quantize import Validation, run_quantize
         from qwen_quantize.pipeline.recipe import Recipe
 
         if measured is not None:
             device = device_with_layer(device, measured)
-        assert device is not None
         recipe = Recipe(
             model_path=model_path or "",
-            device=device,
+            device=device or "",
             method=quant_method,
             dataset=calibration_dataset,
             column=calibration_column,
@@ -300,6 +353,10 @@ def main_command(
             allow_unsupported=allow_unsupported,
             max_memory=parse_size(max_memory),
         )
+        if recipe_file is not None:
+            from qwen_quantize.pipeline.recipe_file import with_recipe
+
+            recipe = with_recipe(recipe, recipe_file, _given_fields(context, measured is not None))
         run_quantize(
             recipe,
             output_path,
@@ -310,6 +367,7 @@ def main_command(
             dry_run=dry_run,
             as_json=as_json,
             quiet=quiet,
+            mixed=mixed_request(target_bits, max_loss, candidates),
         )
 
 

@@ -12,6 +12,7 @@ from qwen_quantize.checkpoint.source import CheckpointSource, open_source
 from qwen_quantize.cli.console import Speaker, canonical_json
 from qwen_quantize.cli.dry_run import dry_run_record, group_lines, group_tables
 from qwen_quantize.cli.evaluate import measure
+from qwen_quantize.cli.mixed import choose, mixed_lines, prediction_line
 from qwen_quantize.cli.session import (
     REPORT_NAME,
     chip_compute,
@@ -24,8 +25,10 @@ from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
 from qwen_quantize.eval.compare import HEAD_BATCH_BYTES
 from qwen_quantize.formats.schemes import Scheme
+from qwen_quantize.pipeline.choices import LinearChoice
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME, build_manifest
 from qwen_quantize.pipeline.memory import validation_memory
+from qwen_quantize.pipeline.mixed import MixedChoice, MixedRequest
 from qwen_quantize.pipeline.plan import Plan, make_plan
 from qwen_quantize.pipeline.recipe import Output, Recipe
 from qwen_quantize.pipeline.run import StagedRun, quantize
@@ -78,15 +81,28 @@ def run_quantize(
     dry_run: bool,
     as_json: bool,
     quiet: bool,
+    mixed: MixedRequest | None = None,
 ) -> None:
     use_threads(threads)
     begin = time.perf_counter()
     speaker = Speaker(as_json, quiet)
     recipe, target = with_defaults(recipe, output_path)
+    if not recipe.device:
+        raise UserError("--device is missing: name the chip, e.g. --device ascend; see `chips list`")
     check_output(target, [recipe.model_path, recipe.dataset, recipe.statistics, validation.text])
     source = open_source(recipe.model_path, allow_missing_weights=dry_run)
     if recipe.statistics is not None:
         read_statistics(recipe.statistics).require_model(source)
+    choice: MixedChoice | None = None
+    if mixed is not None:
+        if dry_run:
+            raise UserError(
+                "--dry-run reads no weights, which --target-bits and --max-loss weigh; leave one of them out"
+            )
+        choice = choose(recipe, mixed, source, target, speaker)
+        recipe = choice.recipe
+        for line in mixed_lines(choice.record):
+            speaker.say(line)
     plan = with_validation(make_plan(recipe, source), validation)
     for line in plan_lines(plan):
         speaker.say(line)
@@ -107,7 +123,8 @@ def run_quantize(
         record = None
         if windows is not None and reader is not None:
             record = {"text": text, **_validate(staged, reader, windows, speaker)}
-        manifest = build_manifest(plan, staged.journal, staged.calibration, source, record)
+        chosen = None if choice is None else choice.record
+        manifest = build_manifest(plan, staged.journal, staged.calibration, source, record, chosen)
         staged.folder.add_file(MANIFEST_NAME, canonical_json(manifest))
         staged.folder.add_file(REPORT_NAME, render_page(manifest).encode())
         staged.folder.finish()
@@ -122,6 +139,8 @@ def run_quantize(
         "output_path": str(target),
     }
     speaker.show(summary_tables(manifest, run), plain_lines(manifest, run))
+    if choice is not None and record is not None and choice.record["predicted_rise"] is not None:
+        speaker.say(prediction_line(choice.record, record))
     speaker.say(f"report: {target / REPORT_NAME}")
     if record is not None:  # a time is not reproducible, so the manifest has none
         record = {**record, "seconds": end - quantized}
@@ -134,6 +153,7 @@ def run_quantize(
             "assumptions": manifest["assumptions"],
             "notes": manifest["notes"],
             "validation": record,
+            **({} if choice is None else {"mixed_precision": choice.record}),
             **run,
         }
     )
@@ -147,7 +167,7 @@ def with_validation(plan: Plan, validation: Validation) -> Plan:
         plan.blueprint,
         validation.tokens,
         HEAD_BATCH_BYTES,
-        prepared=plan.arithmetic.accumulator.narrow,
+        prepared=any(choice.arithmetic.accumulator.narrow for choice in plan.distinct_choices),
     )
     ceiling = plan.recipe.max_memory
     if ceiling is not None and needed > ceiling:
@@ -168,8 +188,9 @@ def _validate(
 ) -> dict[str, Any]:
     """The engine reads the written bytes back and is compared with the unquantized source."""
     written = ModelReader(open_source(staged.folder.staging))
+    chip = chip_compute(written, *(choice.arithmetic for choice in staged.plan.distinct_choices))
     with speaker.progress("validate") as progress:
-        return measure(written, reader, chip_compute(written, staged.plan.arithmetic), windows, progress)
+        return measure(written, reader, chip, windows, progress)
 
 
 def check_output(target: Path, inputs: Sequence[str | None], option: str = "--output-path") -> None:
@@ -223,6 +244,13 @@ def scheme_line(scheme: Scheme) -> str:
     )
 
 
+def _share_of(plan: Plan, choice: LinearChoice) -> str:
+    """For how many linears a choice is, where there are several."""
+    if len(plan.distinct_choices) == 1:
+        return ""
+    return f", {sum(one is choice for one in plan.choices.values())} linears"
+
+
 def plan_lines(plan: Plan) -> list[str]:
     """What will be done, in a few readable lines."""
     profile = plan.resolution.profile
@@ -231,7 +259,10 @@ def plan_lines(plan: Plan) -> list[str]:
         f"model:  {_model_line(plan)}",
         f"chip:   {profile.name}"
         + (f" ({plan.resolution.alias_explanation})" if plan.resolution.alias_explanation else ""),
-        f"method: {plan.method.name}: {scheme_line(plan.scheme)}, layout {plan.layout.name}",
+        *(
+            f"method: {one.method.name}: {scheme_line(one.scheme)}, layout {plan.layout.name}{_share_of(plan, one)}"
+            for one in plan.distinct_choices
+        ),
         f"tensors: {actions.count('quantize')} quantized, {actions.count('keep')} kept, "
         f"{actions.count('drop')} dropped; output {human_bytes(plan.output_bytes)}, "
         f"peak memory about {human_bytes(plan.peak_memory_bytes)}",

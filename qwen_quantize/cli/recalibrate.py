@@ -90,6 +90,11 @@ def recipe_for(
 
 def _recipe(manifest: Mapping[str, Any], where: str) -> Recipe:
     request = manifest["request"]
+    if request.get("rules"):
+        raise UserError(
+            f"{where} was made from a recipe whose rules differ from linear to linear; quantize again with --recipe "
+            f"{where}/qwen_quantize.json and another --device"
+        )
 
     def refuse(key: str) -> UserError:
         return UserError(

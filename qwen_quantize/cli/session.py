@@ -173,19 +173,25 @@ def folder_chip(
     return FolderChip(arithmetic, profile, why, FolderCompute(reader.source, arithmetics))
 
 
-def chip_compute(reader: ModelReader, arithmetic: Arithmetic) -> FolderCompute | None:
-    """How a chip of this arithmetic runs the model's linears; None where no input is cast.
+def chip_compute(reader: ModelReader, *arithmetics: Arithmetic) -> FolderCompute | None:
+    """How a chip of these arithmetics runs the model's linears; None where no input is cast.
 
-    UserError for a folder of several schemes: one arithmetic is that of one scheme.
+    UserError for a scheme of the folder that none of them is for: one arithmetic is that of one scheme.
     """
     schemes = folder_schemes(reader)
-    others = sorted({scheme.name for scheme in schemes if not _is_of(arithmetic.scheme, scheme)})
+    found = {
+        scheme: arithmetic
+        for scheme in schemes
+        for arithmetic in reversed(arithmetics)
+        if _is_of(arithmetic.scheme, scheme)
+    }
+    others = sorted({scheme.name for scheme in schemes if scheme not in found})
     if others:
         raise UserError(
             f"{reader.source.path} has inputs of scheme {', '.join(others)}, and the arithmetic is that of "
-            f"{arithmetic.scheme}: only `eval` computes with several"
+            f"{', '.join(one.scheme for one in arithmetics)}: only `eval` computes with several"
         )
-    return FolderCompute(reader.source, dict.fromkeys(schemes, arithmetic)) if schemes else None
+    return FolderCompute(reader.source, found) if schemes else None
 
 
 def open_reader(path: str) -> ModelReader:

@@ -55,6 +55,10 @@ class StreamedModel:
         self._layer = self.reader.read_layer(index, self.chip)
         self._index = index
 
+    def close_layer(self) -> None:
+        """Free the open layer."""
+        self._layer = None
+
     def run_layer(self, hidden: Tensor) -> Tensor:
         """hidden: any number of windows [n, T, hidden_size] -> the same shape (a new tensor)."""
         layer, index, reader = self._layer, self._index, self.reader

@@ -47,8 +47,8 @@ class ObservedRun(Protocol):
         """Ranges of windows that run together."""
         ...
 
-    def observer(self, features: int, batch: Batch, /) -> InputObserver:
-        """A new observer of one stream; `batch` will hold the tokens of each call."""
+    def observer(self, features: int, batch: Batch, module: str, /) -> InputObserver:
+        """A new observer of the stream that `module` reads; `batch` will hold the tokens of each call."""
         ...
 
 
@@ -77,19 +77,20 @@ class Calibration:
         """Ranges of windows that run together."""
         return window_ranges(self.states.shape[0], self.plan.memory.windows)
 
-    def observer(self, features: int, _batch: Batch, /) -> InputObserver:
+    def observer(self, features: int, _batch: Batch, module: str, /) -> InputObserver:
         ranges = moment_ranges(features, self.plan.memory.most_features)
-        chip = self.plan.chip_compute()
-        if self.plan.method.transform is not Transform.NONE:
+        choice = self.plan.choice_of(module)
+        chip = choice.chip_compute()
+        if choice.method.transform is not Transform.NONE:
             # What the chip's cast makes of an input is not known before factors have moved into it.
-            smooths = self.plan.method.transform is Transform.SMOOTHING
+            smooths = choice.method.transform is Transform.SMOOTHING
             return InputObserver(features, None, ranges, SAMPLE_TOKENS if smooths else 0)
         return InputObserver(
             features,
             chip.cast,
-            ranges if self.plan.method.uses_second_moments else (),
+            ranges if choice.method.uses_second_moments else (),
             0 if chip.unit is None else SAMPLE_TOKENS,
-            crossed=chip.cast is not None and is_biased(self.plan.arithmetic.activation_cast),
+            crossed=chip.cast is not None and is_biased(choice.arithmetic.activation_cast),
         )
 
     def is_last(self, layer: int) -> bool:

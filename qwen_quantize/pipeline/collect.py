@@ -133,7 +133,7 @@ class Collection:
     def batches(self) -> list[tuple[int, int]]:
         return window_ranges(self.states.shape[0], self.memory.windows)
 
-    def observer(self, features: int, batch: Batch) -> KeyedObserver:
+    def observer(self, features: int, batch: Batch, _module: str) -> KeyedObserver:
         return KeyedObserver(features, moment_ranges(features, self.memory.most_features), batch, self.keys)
 
     def finish(self, unit: str, observers: Mapping[str, InputObserver]) -> None:

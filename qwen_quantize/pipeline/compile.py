@@ -90,15 +90,21 @@ def _compile_half(run: Calibration, folder: StatisticsFolder, index: int, half: 
 def _moved(run: Calibration, folder: StatisticsFolder, index: int, half: Half) -> Moved:
     layer = run.reader.read_half(index, half)
     check_half(run, index, half, layer)
-    features = {}
+    features, sites = {}, run.blueprint.streams(index, half)
+    modules = {stream: run.blueprint.module_name(index, sites[stream][0]) for stream in sites}
     for stream, group in layer.groups.items():
         assert isinstance(group, PlainGroup)
         if stream is not Stream.SHARED_INPUT:  # a shared expert reads what every routed expert reads
             features[stream.value] = group.weight.shape[1]
     if half is Half.MLP and run.blueprint.num_experts(index):
         features[Stream.EXPERT_INPUT.value] = run.blueprint.config.hidden_size
+        routed = run.blueprint.expert_sites(index)[0]
+        modules[Stream.EXPERT_INPUT] = run.blueprint.module_name(index, routed, 0)
     found = folder.read(half_unit(index, half), features)
-    seen = {Stream(name): seen_by_chip(run.plan, found.pop(name)) for name in features}
+    seen = {
+        stream: seen_by_chip(run.plan, found.pop(stream.value), modules[stream])
+        for stream in map(Stream, features)
+    }
     return move_half(run, index, half, layer, seen)
 
 
@@ -127,7 +133,7 @@ def _compile_experts_half(run: Calibration, folder: StatisticsFolder, index: int
                 expert,
                 groups,
                 everyone,
-                _inputs(run, folder, unit, found, move),
+                _inputs(run, folder, index, unit, found, move),
             )
             solve_expert(run, index, expert, groups, known, statistics)
         coverage.append(run.journal.units[unit]["coverage"])
@@ -137,13 +143,19 @@ def _compile_experts_half(run: Calibration, folder: StatisticsFolder, index: int
 def _inputs(
     run: Calibration,
     folder: StatisticsFolder,
+    index: int,
     unit: str,
     found: Mapping[str, StreamStatistics],
     move: Move | None,
 ) -> ExpertInputs:
+    modules = {
+        stream: run.blueprint.module_name(index, sites[0], 0)
+        for stream, sites in run.blueprint.expert_streams(index).items()
+    }
+
     def own() -> dict[Stream, InputStatistics]:
         seen = {
-            stream: seen_by_chip(run.plan, found[stream.value])
+            stream: seen_by_chip(run.plan, found[stream.value], modules[stream])
             for stream in (Stream.EXPERT_INPUT, Stream.EXPERT_HIDDEN)
         }
         if move is not None:
@@ -153,7 +165,7 @@ def _inputs(
     def anyone(_count: int) -> InputStatistics:
         if ANYONE not in found:
             raise UserError(f"{folder.path}: {unit} lacks the average token; collect the statistics again")
-        return seen_by_chip(run.plan, found[ANYONE])
+        return seen_by_chip(run.plan, found[ANYONE], modules[Stream.EXPERT_HIDDEN])
 
     def forced(_count: int) -> dict[Stream, InputStatistics]:
         raise ValueError("the plan refuses statistics with forced experts")
@@ -161,22 +173,23 @@ def _inputs(
     return ExpertInputs(found[Stream.EXPERT_INPUT.value].statistics.tokens, own, forced, anyone)
 
 
-def seen_by_chip(plan: Plan, stored: StreamStatistics) -> InputStatistics:
-    """What an observer behind the chip's cast Q would have gathered, as the plan's method wants it.
+def seen_by_chip(plan: Plan, stored: StreamStatistics, module: str) -> InputStatistics:
+    """What an observer behind the chip's cast Q would have gathered, as the method of `module`, which reads it, wants.
 
     Exact without a cast, and for methods that move factors first, which observe none. Else the sampled tokens tell,
     for each feature, the slope a of Q(x) on x and the ratio r of their squares, each drawn toward the stream's
     common one as if that had been seen on 256 tokens. What the cast adds beside a x is taken as uncorrelated
     between features: E[Q Q^T] is a a^T times E[x x^T], its diagonal r times that; E[x Q^T] is E[x x^T] times a.
     """
-    seen, chip = stored.statistics, plan.chip_compute()
+    choice = plan.choice_of(module)
+    seen, chip = stored.statistics, choice.chip_compute()
     moments = _narrowed(seen.second_moments, plan.memory.most_features)
     sample = seen.sample
     assert sample is not None
-    if plan.method.transform is not Transform.NONE:
-        smooths = plan.method.transform is Transform.SMOOTHING
+    if choice.method.transform is not Transform.NONE:
+        smooths = choice.method.transform is Transform.SMOOTHING
         return replace(seen, second_moments=moments, sample=sample if smooths else None)
-    wanted = plan.method.uses_second_moments
+    wanted = choice.method.uses_second_moments
     if chip.cast is None:
         kept = None if chip.unit is None else sample
         return replace(seen, second_moments=moments if wanted else (), sample=kept)
@@ -185,7 +198,7 @@ def seen_by_chip(plan: Plan, stored: StreamStatistics) -> InputStatistics:
     if not wanted:
         return replace(seen, second_moments=(), sample=kept)
     slope, ratio = _cast_ratios(sample, cast)
-    crossed = is_biased(plan.arithmetic.activation_cast)
+    crossed = is_biased(choice.arithmetic.activation_cast)
     changed, crosses, begin = [], [], 0
     for moment in moments:
         part = slice(begin, begin + moment.shape[0])

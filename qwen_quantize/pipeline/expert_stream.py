@@ -118,14 +118,16 @@ def observe_everyone(
     """(routing of every token, observers of what all experts read and of what is inside the shared expert)."""
     step, width = half_step(index, Half.MLP), run.blueprint.config.hidden_size
     batch, length = Batch(), run.states.shape[1]
-    everyone = run.observer(width, batch)
+    routed = run.blueprint.module_name(index, run.blueprint.expert_sites(index)[0], 0)
+    everyone = run.observer(width, batch, routed)
     observers = {Stream.EXPERT_INPUT: everyone}
     groups: dict[Stream, LinearGroup] = {}
     for stream, group in layer.groups.items():
         assert isinstance(group, PlainGroup)
         groups[stream] = group
         if stream is Stream.SHARED_HIDDEN:
-            observers[stream] = run.observer(group.weight.shape[1], batch)
+            module = run.blueprint.module_name(index, run.blueprint.streams(index, Half.MLP)[stream][0])
+            observers[stream] = run.observer(group.weight.shape[1], batch, module)
             groups[stream] = WatchedGroup(group, observing(observers[stream], stream, group, batch))
     observed = Layer(groups, layer.tensors, None)
     routings = []
@@ -312,8 +314,9 @@ def observe_expert(
     writer: gets the expert's share of the next states; without one its output is not computed.
     """
     batch = Batch()
+    streams = run.blueprint.expert_streams(index)  # every expert of a layer becomes the same
     observers = {
-        stream: run.observer(_features(group), batch)
+        stream: run.observer(_features(group), batch, run.blueprint.module_name(index, streams[stream][0], 0))
         for stream, group in groups.items()
         if stream is Stream.EXPERT_HIDDEN or not only_hidden
     }

@@ -28,8 +28,12 @@ def build_manifest(
     calibration: CalibrationTokens | StatisticsFolder | None,
     source: CheckpointSource,
     validation: Mapping[str, Any] | None,
+    mixed: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Chip, method, data, assumptions, and the error of every linear."""
+    """Chip, method, data, assumptions, and the error of every linear.
+
+    mixed: how mixed precision chose. `request` can be run again with `--recipe`.
+    """
     arithmetic, profile = plan.arithmetic, plan.resolution.profile
     cast, activation = arithmetic.activation_cast, plan.scheme.activation
     actions = [tensor.action.value for tensor in plan.tensors]
@@ -93,6 +97,7 @@ def build_manifest(
         "source_bytes": sum(source.info(name).nbytes for name in source.names()),
         "layers": layers,
         "head": outside,
+        **({} if mixed is None else {"mixed_precision": dict(mixed)}),
         "validation": None if validation is None else dict(validation),
     }
 
@@ -152,4 +157,18 @@ def layer_records(plan: Plan, journal: Journal) -> tuple[list[dict[str, Any]], l
     place = {module: number for number, module in enumerate(plan.selection.quantized)}
     for linears in (outside, *(entry["linears"] for entry in layers.values())):
         linears.sort(key=lambda linear: place[linear["name"]])
+        linears[:] = [{**linear, **_choice_record(plan, linear["name"])} for linear in linears]
     return [layers[layer] for layer in sorted(layers)], outside
+
+
+def _choice_record(plan: Plan, module: str) -> dict[str, Any]:
+    """What a linear was made into; bits: all that it takes on disk."""
+    choice, shape = plan.choice_of(module), plan.selection.quantized[module]
+    outputs = plan.layout.outputs(module, shape, choice.scheme)
+    return {
+        "method": choice.method.name,
+        "scheme": choice.scheme.name,
+        "region": choice.scheme.weight.granularity.describe(),
+        "symmetric": choice.scheme.weight.symmetric,
+        "bits": 8 * sum(output.nbytes for output in outputs),
+    }

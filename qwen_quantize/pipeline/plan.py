@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from qwen_quantize.calibrators.experts import ExpertPolicy
 from qwen_quantize.calibrators.gain import is_biased
-from qwen_quantize.calibrators.methods import METHODS, Method
+from qwen_quantize.calibrators.methods import Method
 from qwen_quantize.checkpoint.completeness import check_tensors, stacked_experts
+from qwen_quantize.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from qwen_quantize.checkpoint.layouts import DEFAULT_LAYOUT, LAYOUTS, BlockLayout, Layout
 from qwen_quantize.checkpoint.planned_source import PlannedSource
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.checkpoint.writer import OutputTensor
-from qwen_quantize.chip_profiles.arithmetic import Arithmetic, resolve_arithmetic
+from qwen_quantize.chip_profiles.arithmetic import Arithmetic
 from qwen_quantize.chip_profiles.devices import Resolution, resolve_device
-from qwen_quantize.chip_profiles.headroom import require_headroom
 from qwen_quantize.chip_profiles.legality import Legality
-from qwen_quantize.engine.compute import compute_for
-from qwen_quantize.engine.linear import ChipCompute
 from qwen_quantize.errors import UserError
-from qwen_quantize.formats.schemes import Scheme
+from qwen_quantize.formats.schemes import SCHEMES, Scheme
 from qwen_quantize.models.blueprint import Blueprint
 from qwen_quantize.models.by_name import linear_modules_by_name
 from qwen_quantize.models.config_values import shown
 from qwen_quantize.models.lookup import BY_ARCHITECTURE, architecture_of, find_blueprint
+from qwen_quantize.pipeline.choices import LinearChoice, choose_linears, method_named
 from qwen_quantize.pipeline.memory import MemoryPlan, plan_memory
 from qwen_quantize.pipeline.recipe import Recipe
-from qwen_quantize.pipeline.scheme_choice import base_scheme, fit_scheme, needs_input_amax
+from qwen_quantize.pipeline.rules import Settings, scheme_name, settings_of
+from qwen_quantize.pipeline.scheme_choice import base_scheme, needs_input_amax
 from qwen_quantize.pipeline.selection import Candidates, Selection, candidates_of, select_linears
 from qwen_quantize.pipeline.tensors import TensorPlan, float_dtype, plan_tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything decided before the first weight is read. Sizes in bytes."""
+    """Everything decided before the first weight is read. Sizes in bytes.
+
+    choices: of every quantized linear, by module. method, scheme, arithmetic, block: those of `choices` that the
+    request names, for records; what is done to a linear is decided by `choice_of`.
+    """
 
     recipe: Recipe
     resolution: Resolution
@@ -48,6 +53,7 @@ class Plan:
     architecture: str
     blueprint: Blueprint | None  # None: only conversion without data, from tensor names
     selection: Selection
+    choices: Mapping[str, LinearChoice]
     block: tuple[int, int]
     tensors: tuple[TensorPlan, ...]
     notes: tuple[str, ...]
@@ -65,9 +71,26 @@ class Plan:
         """Whether linears without data go block row by block row through the compiled converter."""
         return isinstance(self.layout, BlockLayout)
 
-    def chip_compute(self) -> ChipCompute:
-        """How this chip runs a quantized linear: the cast of its input, and its matrix unit where sums are narrow."""
-        return compute_for(self.scheme, self.arithmetic)
+    @property
+    def principal(self) -> LinearChoice:
+        return LinearChoice(self.method, self.scheme, self.arithmetic, self.block)
+
+    def choice_of(self, module: str) -> LinearChoice:
+        """What becomes of a linear; of one that is kept, what would by default."""
+        return self.choices.get(module) or self.principal
+
+    def scheme_of(self, module: str) -> Scheme:
+        return self.choice_of(module).scheme
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """By module, of every quantized linear."""
+        return {module: choice.scheme for module, choice in self.choices.items()}
+
+    @property
+    def distinct_choices(self) -> tuple[LinearChoice, ...]:
+        """Each choice once, in the order of the linears."""
+        return tuple({id(choice): choice for choice in self.choices.values()}.values())
 
 
 def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
@@ -77,12 +100,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
             "--expert-policy forced sends every expert tokens that the router did not, which takes a forward pass; "
             "give --calibration-dataset in place of --from-statistics"
         )
-    method = METHODS.get(recipe.method)
-    if method is None:
-        raise UserError(
-            f"--quant-method {recipe.method!r} is not one of the methods here: {', '.join(sorted(METHODS))}"
-        )
-    scheme = base_scheme(recipe, method)
+    scheme = base_scheme(recipe, method_named(recipe.method))
     resolution = resolve_device(
         recipe.device,
         scheme,
@@ -90,8 +108,6 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         with_claims=recipe.with_claims,
         allow_unsupported=recipe.allow_unsupported,
     )
-    arithmetic = resolve_arithmetic(resolution.profile, scheme, dict(recipe.assume))
-    require_headroom(arithmetic, scheme, resolution.profile)
     architecture, blueprint = architecture_of(source.config), find_blueprint(source.config)
     linears = LinearReader(source)
     if not recipe.calibrates and stacked_experts(source.names()) is not None:
@@ -106,17 +122,17 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
     candidates = (
         _candidates_by_name(source) if blueprint is None else candidates_of(blueprint, source.names())
     )
-    unseen: tuple[str, ...] = ()
-    if needs_input_amax(scheme) and recipe.calibrates:
-        candidates, unseen = _only_calibrated(candidates, scheme)
-    selection = select_linears(candidates, recipe.ignore, recipe.include)
-    if unseen and candidates.head in selection.quantized:
-        raise UserError(
-            f"--include: no text reaches the head in calibration, and {scheme.name} needs its inputs' size"
-        )
-    layout = _choose_layout(recipe.layout, scheme)
-    choice = fit_scheme(recipe, scheme, selection, linears, float_dtype(source))
-    tensors, notes = plan_tensors(source, linears, blueprint, selection, layout, choice.scheme)
+    settings = settings_of(recipe, list(candidates.shapes()))
+    candidates, unseen = _only_calibrated(recipe, candidates, settings)
+    decided = {name: not one.ignore for name, one in settings.items() if one.ignore is not None}
+    selection = select_linears(candidates, recipe.ignore, recipe.include, decided)
+    _check_head(recipe, candidates, selection, settings)
+    chosen = choose_linears(
+        recipe, settings, selection, linears, float_dtype(source), resolution.profile, blueprint
+    )
+    principal, schemes = chosen.principal, {name: one.scheme for name, one in chosen.by_module.items()}
+    layout = _choose_layout(recipe.layout, schemes)
+    tensors, notes = plan_tensors(source, linears, blueprint, selection, layout, schemes)
     output_bytes = sum(output.nbytes for tensor in tensors for output in tensor.outputs)
     hidden = 0
     if recipe.dataset is not None and blueprint is not None:
@@ -131,28 +147,29 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         blueprint,
         largest,
         whole,
-        prepared=arithmetic.accumulator.narrow,
-        crossed=is_biased(arithmetic.activation_cast),
+        prepared=any(one.arithmetic.accumulator.narrow for one in chosen.by_module.values()),
+        crossed=any(is_biased(one.arithmetic.activation_cast) for one in chosen.by_module.values()),
         threads=torch.get_num_threads(),
     )
     return Plan(
         recipe=recipe,
         resolution=resolution,
-        arithmetic=arithmetic,
-        method=method,
-        scheme=choice.scheme,
+        arithmetic=principal.arithmetic,
+        method=principal.method,
+        scheme=principal.scheme,
         layout=layout,
         architecture=architecture,
         blueprint=blueprint,
         selection=selection,
-        block=choice.block,
+        choices=chosen.by_module,
+        block=principal.block,
         tensors=tensors,
         notes=(
             *_support_notes(resolution),
             *(source.notes if isinstance(source, PlannedSource) else ()),
             *found,
             *([loss] if loss is not None else []),
-            *choice.notes,
+            *chosen.notes,
             *unseen,
             *selection.notes,
             *notes,
@@ -165,19 +182,52 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
     )
 
 
-def _only_calibrated(candidates: Candidates, scheme: Scheme) -> tuple[Candidates, tuple[str, ...]]:
-    """(the linears that calibration text reaches, what to say of the others)."""
-    note = f"{scheme.name} stores the size of each linear's inputs, which only calibration finds"
-    if candidates.next_token:
+def _only_calibrated(
+    recipe: Recipe, candidates: Candidates, settings: Mapping[str, Settings]
+) -> tuple[Candidates, tuple[str, ...]]:
+    """(the linears that calibration text reaches or that need none, what to say of the others)."""
+    if not recipe.calibrates:
+        return candidates, ()
+    needing = {one.name for name in settings if (one := _static_scheme(recipe, settings[name])) is not None}
+    if not needing:
+        return candidates, ()
+    note = (
+        f"{', '.join(sorted(needing))} stores the size of each linear's inputs, which only calibration finds"
+    )
+    left = {name for name in candidates.next_token if _static_scheme(recipe, settings[name]) is not None}
+    if left:
         note += "; layers for multi-token prediction see no text and stay as they are"
-    return replace(candidates, next_token={}), (note,)
+    rest = {name: shape for name, shape in candidates.next_token.items() if name not in left}
+    return replace(candidates, next_token=rest), (note,)
 
 
-def _choose_layout(asked: str | None, scheme: Scheme) -> Layout:
+def _static_scheme(recipe: Recipe, settings: Settings) -> Scheme | None:
+    """The scheme of a linear, if it stores a scale of its inputs."""
+    scheme = SCHEMES.get(scheme_name(recipe, settings))
+    return scheme if scheme is not None and needs_input_amax(scheme) else None
+
+
+def _check_head(
+    recipe: Recipe, candidates: Candidates, selection: Selection, settings: Mapping[str, Settings]
+) -> None:
+    if not recipe.calibrates or candidates.head is None or candidates.head not in selection.quantized:
+        return
+    scheme = _static_scheme(recipe, settings[candidates.head])
+    if scheme is not None:
+        raise UserError(
+            f"--include: no text reaches the head in calibration, and {scheme.name} needs its inputs' size"
+        )
+
+
+def _choose_layout(asked: str | None, schemes: Mapping[str, Scheme]) -> Layout:
+    """schemes: by module; UserError where the layout has no room for all of them."""
     if asked is None:
-        return LAYOUTS[DEFAULT_LAYOUT[scheme.name]]
+        mixed = len(set(schemes.values())) > 1
+        name = COMPRESSED_TENSORS.name if mixed else DEFAULT_LAYOUT[next(iter(schemes.values())).name]
+        return LAYOUTS[name]
     if asked not in LAYOUTS:
         raise UserError(f"--layout {asked!r} is not one of the layouts: {', '.join(LAYOUTS)}")
+    LAYOUTS[asked].quantization_config(schemes, [])  # refuses what it cannot hold together
     return LAYOUTS[asked]
 
 

@@ -9,11 +9,30 @@ from qwen_quantize.calibrators.experts import ExpertPolicy
 
 
 @dataclass(frozen=True, slots=True)
+class Rule:
+    """What is asked for the linears that a pattern matches; what is None stays as it was before the rule.
+
+    match: as for `--ignore`. group_size: 0 for one scale per output channel. ignore: they stay as they are.
+    """
+
+    match: str
+    method: str | None = None
+    scheme: str | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    ignore: bool | None = None
+
+    def as_record(self) -> dict[str, object]:
+        """What it says, without what it leaves."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """One quantization request. Paths and sizes as given; what is None is left to the plan.
 
     statistics: a folder that takes the place of dataset, samples, length and seed. scheme: for methods that fill
-    any; group_size: 0 for one scale per output channel.
+    any; group_size: 0 for one scale per output channel. rules: for some linears, later ones over earlier ones.
     """
 
     model_path: str
@@ -39,6 +58,7 @@ class Recipe:
     allow_unsupported: bool = False
     max_memory: int | None = None
     max_shard_bytes: int = 4_500_000_000
+    rules: tuple[Rule, ...] = ()
 
     @property
     def calibrates(self) -> bool:
@@ -52,6 +72,7 @@ class Recipe:
         record["versions"] = dict(self.versions)
         record["assume"] = dict(self.assume)
         record["ignore"], record["include"] = list(self.ignore), list(self.include)
+        record["rules"] = [rule.as_record() for rule in self.rules]
         return record
 
 

@@ -143,7 +143,7 @@ def _fill(
         "request": plan.recipe.as_record(),
         "source": source.fingerprint(),
         "calibration text": None if calibration is None else calibration.sha256,
-        "chip": plan.arithmetic.fingerprint,
+        "chip": "+".join(dict.fromkeys(one.arithmetic.fingerprint for one in plan.distinct_choices)),
         # Sums depend on how they are split, so a resumed run must split them the same way.
         "number of threads": 1 if isinstance(calibration, StatisticsFolder) else torch.get_num_threads(),
         "kernels": "native" if native_library() is not None else "torch",
@@ -193,9 +193,7 @@ def check_outside_layers(source: CheckpointSource, blueprint: Blueprint) -> None
 def _config_bytes(plan: Plan, source: CheckpointSource) -> bytes:
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     kept = dict.fromkeys((*plan.selection.kept, *_kept_matrices(plan)))
-    config["quantization_config"] = plan.layout.quantization_config(
-        dict.fromkeys(plan.selection.quantized, plan.scheme), list(kept)
-    )
+    config["quantization_config"] = plan.layout.quantization_config(plan.schemes, list(kept))
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 

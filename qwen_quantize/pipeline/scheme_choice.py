@@ -87,7 +87,9 @@ def fit_scheme(
 def _choose_group(asked: int | None, scheme: Scheme, selection: Selection) -> tuple[Scheme, tuple[str, ...]]:
     """Groups that divide every row: engines have no partial ones."""
     granularity = scheme.weight.granularity
-    free = isinstance(scheme.weight.format, IntFormat) and scheme.weight.format.bits < 8
+    free = isinstance(scheme.weight.format, IntFormat) and (
+        scheme.weight.format.bits < 8 or scheme.activation is None
+    )
     if asked is not None and not free:
         raise UserError(f"--group-size does not apply to {scheme.name}: its scales are part of the format")
     if granularity.kind is not GranularityKind.GROUP:

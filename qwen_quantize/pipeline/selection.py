@@ -74,7 +74,8 @@ def candidates_of(blueprint: Blueprint, names: Iterable[str]) -> Candidates:
     )
 
 
-def _matches(pattern: str, names: Sequence[str]) -> list[str]:
+def matching(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names that a pattern means: a glob, the last parts of a name, or a regular expression after `re:`."""
     if pattern.startswith("re:"):
         try:
             compiled = re.compile(pattern[3:])
@@ -84,8 +85,15 @@ def _matches(pattern: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if fnmatch.fnmatchcase(name, pattern) or name.endswith("." + pattern)]
 
 
-def select_linears(candidates: Candidates, ignore: Sequence[str], include: Sequence[str]) -> Selection:
+def select_linears(
+    candidates: Candidates,
+    ignore: Sequence[str],
+    include: Sequence[str],
+    decided: Mapping[str, bool] | None = None,
+) -> Selection:
     """All linears of the layers, less `ignore`, plus `include`; the head only where it is included.
+
+    decided: whether a linear is quantized, by name, where a recipe says so; patterns come after it.
 
     A pattern is a glob over module names (`model.layers.0.*`), a bare last part (`down_proj`) or a regular
     expression after `re:`. A pattern that matches nothing is a UserError, and so is a choice that splits
@@ -95,17 +103,18 @@ def select_linears(candidates: Candidates, ignore: Sequence[str], include: Seque
     head = candidates.head
     if head is not None:
         chosen[head] = False
+    chosen.update(decided or {})
     names = list(chosen)
     for pattern in ignore:
-        matched = _matches(pattern, names)
+        matched = matching(pattern, names)
         if not matched:
             raise UserError(f"--ignore {pattern!r} matches no linear of this model; one is {names[0]!r}")
         chosen.update(dict.fromkeys(matched, False))
     notes = []
     for pattern in include:
-        matched = _matches(pattern, names)
+        matched = matching(pattern, names)
         if not matched:
-            if candidates.embedding is not None and _matches(pattern, [candidates.embedding]):
+            if candidates.embedding is not None and matching(pattern, [candidates.embedding]):
                 raise UserError(f"--include {pattern!r}: an embedding cannot be stored in block FP8")
             raise UserError(f"--include {pattern!r} matches no linear of this model; one is {names[0]!r}")
         chosen.update(dict.fromkeys(matched, True))
@@ -117,7 +126,7 @@ def select_linears(candidates: Candidates, ignore: Sequence[str], include: Seque
         notes.append("the head is quantized: transformers, vLLM and SGLang expect it in high precision")
     if not any(chosen.values()):
         raise UserError("the patterns leave no linear to quantize")
-    if ignore or include:
+    if ignore or include or decided:
         _check_fused(chosen)
     shapes = candidates.shapes()
     return Selection(
@@ -127,7 +136,7 @@ def select_linears(candidates: Candidates, ignore: Sequence[str], include: Seque
     )
 
 
-def _fusion_of(module: str) -> str | None:
+def fusion_of(module: str) -> str | None:
     """What a linear is fused into, None for one that runs alone."""
     expert = _EXPERT.search(module)
     if expert is not None:
@@ -139,17 +148,18 @@ def _fusion_of(module: str) -> str | None:
 def _check_fused(chosen: Mapping[str, bool]) -> None:
     groups: dict[str, list[str]] = {}
     for name in chosen:
-        fusion = _fusion_of(name)
+        fusion = fusion_of(name)
         if fusion is not None:
             groups.setdefault(fusion, []).append(name)
     for members in groups.values():
         kept = [name for name in members if not chosen[name]]
         if kept and len(kept) < len(members):
             raise UserError(
-                f"the patterns keep {_some(kept)} but quantize its siblings; engines fuse {_some(members)}, so "
+                f"the patterns keep {some(kept)} but quantize its siblings; engines fuse {some(members)}, so "
                 "keep or quantize them together"
             )
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few names, and how many there are beside them."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -35,8 +35,9 @@ def solve_rest(
     for number, module in enumerate(left, start=1):
         weight = linears.read(module)
         require_finite(source.path, f"{module}.weight", weight)
-        problem = LayerProblem(module, weight, plan.scheme, plan.arithmetic.weight_cast)
-        batch.append(asdict(write_linear(plan, folder, module, plan.method.solve(problem))))
+        choice = plan.choice_of(module)
+        problem = LayerProblem(module, weight, choice.scheme, choice.arithmetic.weight_cast)
+        batch.append(asdict(write_linear(plan, folder, module, choice.method.solve(problem))))
         if number == len(left) or time.monotonic() - last > _SYNC_SECONDS:
             folder.sync()
             journal.finish(f"{_UNIT}.{count}", {"linears": batch})

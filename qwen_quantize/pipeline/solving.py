@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qwen_quantize.calibrators.gain import column_gain, input_maps
 from qwen_quantize.calibrators.hessian import factorize_statistics
+from qwen_quantize.calibrators.methods import Method
 from qwen_quantize.calibrators.observers import InputStatistics
 from qwen_quantize.calibrators.output_gain import half_headroom, solve_with_output_gain
 from qwen_quantize.calibrators.problem import HessianFactor, LayerProblem, LayerSolution
@@ -23,6 +24,8 @@ from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.blocks import QuantizedTensor
 from qwen_quantize.formats.granularity import GranularityKind
+from qwen_quantize.formats.schemes import Scheme
+from qwen_quantize.pipeline.choices import LinearChoice
 from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.records import (
     EXACT_DB,
@@ -33,16 +36,15 @@ from qwen_quantize.pipeline.records import (
 )
 
 
-def factors_of(plan: Plan, statistics: InputStatistics | None) -> tuple[HessianFactor, ...]:
+def factors_of(method: Method, statistics: InputStatistics | None) -> tuple[HessianFactor, ...]:
     """The factors that all linears of one input share; () without second moments, or a solver that wants none."""
-    method = plan.method
     if statistics is None or not statistics.second_moments or not method.compensates:
         return ()
     return factorize_statistics(statistics, method.damping, method.damping_floor)
 
 
 def solve_group(
-    plan: Plan,
+    choice: LinearChoice,
     modules: Sequence[str],
     plain: PlainGroup,
     statistics: InputStatistics | None,
@@ -52,43 +54,43 @@ def solve_group(
     solutions = {}
     gain = None if statistics is None else column_gain(statistics)
     maps = () if statistics is None else input_maps(statistics, gain)
-    tensor_scale = shared_tensor_scale(plan, plain.weight)
+    tensor_scale = shared_tensor_scale(choice.scheme, plain.weight)
     for module, weight in zip(modules, torch.split(plain.weight, list(plain.sizes)), strict=True):
         problem = LayerProblem(
             name=module,
             weight=weight.contiguous(),
-            scheme=plan.scheme,
-            weight_cast=plan.arithmetic.weight_cast,
+            scheme=choice.scheme,
+            weight_cast=choice.arithmetic.weight_cast,
             statistics=statistics,
             factors=factors,
             gain=gain,
             maps=maps,
             tensor_scale=tensor_scale,
         )
-        solutions[module] = _solve(plan, problem)
+        solutions[module] = _solve(choice, problem)
     return solutions
 
 
-def shared_tensor_scale(plan: Plan, weight: Tensor) -> float | None:
+def shared_tensor_scale(scheme: Scheme, weight: Tensor) -> float | None:
     """The second scale of all linears that engines fuse into one; None for schemes without.
 
     amax / (6 * 256): then every block, the loudest too, may have 4 as its largest code (four over six).
     """
-    if plan.scheme.weight.tensor_scale_format is None:
+    if scheme.weight.tensor_scale_format is None:
         return None
     amax = float(weight.abs().max())
     return settled_tensor_scale(amax / (6 * 256)) if amax > 0 else 1.0
 
 
-def _solve(plan: Plan, problem: LayerProblem) -> LayerSolution:
+def _solve(choice: LinearChoice, problem: LayerProblem) -> LayerSolution:
     """The method's solution, made up for what a narrow accumulator loses of it where tokens were kept for that."""
-    chip = plan.chip_compute()
+    chip = choice.chip_compute()
     unit, sample = chip.unit, None if problem.statistics is None else problem.statistics.sample
     if unit is None or chip.bare or sample is None:
-        return plan.method.solve(problem)
-    solution = solve_with_output_gain(problem, plan.method.solve, unit, sample)
-    if plan.arithmetic.accumulator.format == "fp16" and sample.inputs.shape[0]:
-        group = plan.block[1] or problem.weight.shape[1]
+        return choice.method.solve(problem)
+    solution = solve_with_output_gain(problem, choice.method.solve, unit, sample)
+    if choice.arithmetic.accumulator.format == "fp16" and sample.inputs.shape[0]:
+        group = choice.block[1] or problem.weight.shape[1]
         times = half_headroom(sample, solution.quantized, group, unit.products or group)
         if times > 1:
             note = (
@@ -99,25 +101,29 @@ def _solve(plan: Plan, problem: LayerProblem) -> LayerSolution:
     return solution
 
 
-def quantized_group(plan: Plan, plain: PlainGroup, solutions: Sequence[LayerSolution]) -> LinearGroup:
+def quantized_group(
+    choice: LinearChoice, plain: PlainGroup, solutions: Sequence[LayerSolution]
+) -> LinearGroup:
     """The group as the chip will run it."""
-    return _emulated_group(plan, plain, [solution.quantized for solution in solutions])
+    return _emulated_group(choice, plain, [solution.quantized for solution in solutions])
 
 
 def written_group(plan: Plan, folder: OutputFolder, modules: Sequence[str], plain: PlainGroup) -> LinearGroup:
     """As `quantized_group`, from what an interrupted run has written."""
     weights = []
     for module, shape in ((module, plan.selection.quantized[module]) for module in modules):
-        outputs = plan.layout.outputs(module, shape, plan.scheme)
+        outputs = plan.layout.outputs(module, shape, plan.scheme_of(module))
         stored = {output.name: folder.read(output.name) for output in outputs}
-        weights.append(plan.layout.unpack(module, stored, shape, plan.scheme))
-    return _emulated_group(plan, plain, weights)
+        weights.append(plan.layout.unpack(module, stored, shape, plan.scheme_of(module)))
+    return _emulated_group(plan.choice_of(modules[0]), plain, weights)
 
 
-def _emulated_group(plan: Plan, plain: PlainGroup, quantized: Sequence[QuantizedTensor]) -> LinearGroup:
+def _emulated_group(
+    choice: LinearChoice, plain: PlainGroup, quantized: Sequence[QuantizedTensor]
+) -> LinearGroup:
     values = [one.dequantize() for one in quantized]
     weight = values[0] if len(values) == 1 else torch.cat(values)
-    chip = plan.chip_compute()
+    chip = choice.chip_compute()
     rows = torch.cat([_row_scale(one) for one in quantized]) if chip.bare else None
     return emulated(PlainGroup(weight, plain.bias, plain.sizes), chip, rows)
 
@@ -134,7 +140,7 @@ def write_linear(
 ) -> LinearRecord:
     """Put one solved linear into the output folder; input_amax: the largest magnitude that its input had."""
     quantized = solution.quantized
-    for name, tensor in plan.layout.pack(module, quantized, plan.scheme, input_amax).items():
+    for name, tensor in plan.layout.pack(module, quantized, plan.scheme_of(module), input_amax).items():
         folder.write(name, tensor)
     return LinearRecord(
         name=module,

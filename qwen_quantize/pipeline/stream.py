@@ -80,7 +80,11 @@ def check_written(run: Calibration, rest: Sequence[tuple[int, Half]]) -> None:
                 return
             for module in run.modules(layer, run.blueprint.sites(layer, half)):
                 shape = run.plan.selection.quantized.get(module)
-                outputs = () if shape is None else run.plan.layout.outputs(module, shape, run.plan.scheme)
+                outputs = (
+                    ()
+                    if shape is None
+                    else run.plan.layout.outputs(module, shape, run.plan.scheme_of(module))
+                )
                 missing = [output.name for output in outputs if not run.folder.is_written(output.name)]
                 if missing:
                     raise UserError(
@@ -131,13 +135,13 @@ def solve_and_write(
     """(the group that runs on, records); a group that the patterns keep, or that will not run, stays as it is."""
     if modules[0] not in run.plan.selection.quantized:
         return plain, []
-    factors = factors_of(run.plan, statistics)
-    solved = solve_group(run.plan, modules, plain, statistics, factors)
+    choice = run.plan.choice_of(modules[0])
+    solved = solve_group(choice, modules, plain, statistics, factors_of(choice.method, statistics))
     amax = None if statistics is None else float(statistics.amax.max())
     records = [
         asdict(write_linear(run.plan, run.folder, name, solution, amax)) for name, solution in solved.items()
     ]
-    return quantized_group(run.plan, plain, list(solved.values())) if run.propagates else plain, records
+    return quantized_group(choice, plain, list(solved.values())) if run.propagates else plain, records
 
 
 def check_half(run: ObservedRun, index: int, half: Half, layer: Layer) -> None:
@@ -167,7 +171,8 @@ def observe_half(
     length = run.states.shape[1]
     for stream, group in layer.groups.items():
         assert isinstance(group, PlainGroup)
-        observer = run.observer(group.weight.shape[1], batch)
+        module = run.blueprint.module_name(index, run.blueprint.streams(index, half)[stream][0])
+        observer = run.observer(group.weight.shape[1], batch, module)
         observers[stream] = observer
         observe = observing(observer, stream, group, batch)
         writes = stream in RESIDUAL_WRITERS and writer is None

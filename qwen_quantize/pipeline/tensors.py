@@ -56,9 +56,9 @@ def plan_tensors(
     blueprint: Blueprint | None,
     selection: Selection,
     layout: Layout,
-    scheme: Scheme,
+    schemes: Mapping[str, Scheme],
 ) -> tuple[tuple[TensorPlan, ...], tuple[str, ...]]:
-    """(plans in writing order, notes)."""
+    """(plans in writing order, notes); schemes: by module."""
     decoded_dtype = float_dtype(source)
     kept_dtype = decoded_dtype if source.kind == "gguf" else None
     companions = linears.companions()
@@ -76,7 +76,7 @@ def plan_tensors(
             )
         elif module is not None and module in selection.quantized:
             shape = selection.quantized[module]
-            outputs = layout.outputs(module, shape, scheme)
+            outputs = layout.outputs(module, shape, schemes[module])
             plans[name] = TensorPlan(name, Action.QUANTIZE, outputs, "linear", module)
         elif name == tied_head:
             plans[name] = TensorPlan(name, Action.DROP, (), "tied to the embedding, stored once")

@@ -35,6 +35,7 @@ from qwen_quantize.models.scale_pairs import (
     scale_pairs,
 )
 from qwen_quantize.pipeline.calibration import Calibration
+from qwen_quantize.pipeline.choices import LinearChoice
 from qwen_quantize.pipeline.plan import Plan
 
 _EXPERTS_SEARCHED = 8  # of a layer, evenly spread: what all of them share is searched on these
@@ -90,8 +91,23 @@ def groups_of(
     }
 
 
+def _moves_nothing(plan: Plan) -> bool:
+    return all(choice.method.transform is Transform.NONE for choice in plan.distinct_choices)
+
+
+def _choice(plan: Plan, blueprint: Blueprint, layer: int, pair: ScalePair) -> LinearChoice:
+    """What becomes of the pair's readers; of routed experts the first stands for all."""
+    reader = next((site for site in pair.readers if "{expert}" in site.path), pair.readers[0])
+    return plan.choice_of(blueprint.module_name(layer, reader, 0))
+
+
 def can_move(plan: Plan, blueprint: Blueprint, layer: int, pair: ScalePair) -> bool:
-    """Whether everything that the pair changes is written anew: a linear that stays has to stay as it is."""
+    """Whether the readers' method moves factors, and everything that the pair changes is written anew.
+
+    A linear that stays has to stay as it is.
+    """
+    if _choice(plan, blueprint, layer, pair).method.transform is Transform.NONE:
+        return False
     changed = list(pair.readers)
     if isinstance(pair.producer, RowsProducer):
         changed.append(pair.producer.site)
@@ -108,23 +124,23 @@ def find_move(
     run: Calibration, layer: int, pair: ScalePair, weights: Sequence[Tensor], statistics: InputStatistics
 ) -> Move | None:
     """The factors under which the readers `weights` lose least; None where none are better than ones."""
-    plan = run.plan
-    spec, cast = plan.scheme.weight, plan.arithmetic.weight_cast
+    own = _choice(run.plan, run.blueprint, layer, pair)
+    spec, cast = own.scheme.weight, own.arithmetic.weight_cast
 
     def rounded(weight: Tensor, squares: Tensor) -> Tensor:
         return clipped_rounding(weight, squares, spec, cast)
 
-    if plan.method.transform is Transform.AWQ:
+    if own.method.transform is Transform.AWQ:
         choice = search_awq(weights, statistics, rounded, tie_of(pair))
     else:
-        activation = plan.scheme.activation
+        activation = own.scheme.activation
         assert activation is not None
         choice = search_smoothing(
             weights,
             statistics,
             activation,
             rounded,
-            plan.chip_compute().cast,
+            own.chip_compute().cast,
             statistics.sample,
             tie_of(pair),
         )
@@ -205,7 +221,7 @@ def move_half(
     statistics: by stream; what moves is replaced in it, so that no second moments are held twice. With routed
     experts, those of EXPERT_INPUT count for the shared expert's input too.
     """
-    if run.plan.method.transform is Transform.NONE:
+    if _moves_nothing(run.plan):
         return Moved(layer, statistics)
     blueprint = run.blueprint
     groups = blueprint.streams(index, half)
@@ -271,7 +287,7 @@ def move_expert(
     statistics: dict[Stream, InputStatistics | None],
 ) -> tuple[Mapping[Stream, LinearGroup], dict[Stream, InputStatistics | None]]:
     """The moves inside one routed expert."""
-    if run.plan.method.transform is Transform.NONE:
+    if _moves_nothing(run.plan):
         return groups, statistics
     streams = _expert_streams(run.blueprint, index, expert)
     tensors = tensors_of(run.blueprint, streams, groups)

@@ -288,7 +288,7 @@ def test_a_cast_is_worked_out_from_the_sample(dense: tuple[Path, Path, Path]) ->
     model, _, stats = dense
     recipe = Recipe(str(model), "example@1.3", "ue8m0", statistics=str(stats), allow_unsupported=True)
     plan = make_plan(recipe, open_source(model))
-    cast = plan.chip_compute().cast
+    cast = plan.principal.chip_compute().cast
     assert cast is not None
     stored = read_statistics(stats).read("layers.1.mlp")["mlp_input"]
     sample = stored.statistics.sample
@@ -298,7 +298,7 @@ def test_a_cast_is_worked_out_from_the_sample(dense: tuple[Path, Path, Path]) ->
     )  # all tokens, so the observer sees what the sample holds
     observer = InputObserver(sample.inputs.shape[1], cast, (sample.inputs.shape[1],), crossed=True)
     observer.observe(sample.inputs, sample.weight)
-    exact, found = observer.statistics(), seen_by_chip(plan, stored)
+    exact, found = observer.statistics(), seen_by_chip(plan, stored, "model.layers.1.mlp.gate_proj")
     (a,), (b,) = exact.second_moments, found.second_moments
     unquantized = stored.statistics.second_moments[0]
     assert float((b - a).norm() / a.norm()) < 0.02  # the cast's own scatter is not derived, only its slope

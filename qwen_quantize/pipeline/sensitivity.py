@@ -1,0 +1,205 @@
+"""What each candidate scheme would do to the model, linear by linear, from collected statistics.
+
+Errors are put on one scale, the power that they add to the residual relative to its size, per token. Linears that
+write to the residual are observed with that weight. What goes wrong before them passes through: a relative error of
+the input of half a layer counts with the share that this half adds to the residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qwen_quantize.calibrators.observers import InputStatistics
+from qwen_quantize.calibrators.problem import LayerSolution
+from qwen_quantize.calibrators.sensitivity import OutputPower, output_power
+from qwen_quantize.engine.linear import LinearGroup, PlainGroup
+from qwen_quantize.engine.load import ModelReader
+from qwen_quantize.models.blueprint import RESIDUAL_WRITERS, Half, LinearSite, Stream
+from qwen_quantize.pipeline.compile import seen_by_chip
+from qwen_quantize.pipeline.expert_stream import ExpertInputs, expert_statistics, expert_unit
+from qwen_quantize.pipeline.plan import Plan
+from qwen_quantize.pipeline.solving import check_finite_group, factors_of, solve_group
+from qwen_quantize.pipeline.statistics_folder import ANYONE, StatisticsFolder, StreamStatistics
+from qwen_quantize.pipeline.stream import Progress, half_unit
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlace:
+    """The linears of one input. expert: of a routed expert its number."""
+
+    layer: int
+    half: Half
+    stream: Stream
+    sites: tuple[LinearSite, ...]
+    expert: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """relative: of each linear under each candidate, error over output power. noise: what the linear adds to the
+    residual, by linear and candidate. tokens: that the layers have seen."""
+
+    relative: Mapping[str, Mapping[str, float]]
+    noise: Mapping[str, Mapping[str, float]]
+
+
+class StreamSolver:
+    """Solves the linears of one stream as a plan has them, on statistics instead of a forward pass."""
+
+    def __init__(self, reader: ModelReader, folder: StatisticsFolder) -> None:
+        self.reader = reader
+        self.folder = folder
+        self._read: tuple[str, dict[str, StreamStatistics]] | None = None
+
+    def unit(self, name: str) -> dict[str, StreamStatistics]:
+        """The streams of a unit; the last unit is kept, because its streams are asked for one after another."""
+        if self._read is None or self._read[0] != name:
+            self._read = None
+            self._read = name, self.folder.read(name)
+        return self._read[1]
+
+    def modules(self, place: StreamPlace) -> list[str]:
+        blueprint = self.reader.blueprint
+        return [blueprint.module_name(place.layer, site, place.expert) for site in place.sites]
+
+    def raw(self, place: StreamPlace) -> StreamStatistics:
+        """The statistics of the stream as they were collected."""
+        if place.expert is not None:
+            return self.unit(expert_unit(place.layer, place.expert))[place.stream.value]
+        shared = place.stream is Stream.SHARED_INPUT  # a shared expert reads what every routed expert reads
+        name = Stream.EXPERT_INPUT if shared else place.stream
+        return self.unit(half_unit(place.layer, place.half))[name.value]
+
+    def plain(self, place: StreamPlace) -> PlainGroup:
+        group = self.reader.read_group(place.layer, place.sites, None, place.expert)
+        assert isinstance(group, PlainGroup)
+        check_finite_group(self.reader, self.modules(place), group)
+        return group
+
+    def solve(self, plan: Plan, place: StreamPlace, plain: PlainGroup) -> list[LayerSolution]:
+        """The stream's linears as the plan's methods solve them, without what they move between linears first."""
+        modules = self.modules(place)
+        choice = plan.choice_of(modules[0])
+        seen = self._seen(plan, place)
+        factors = factors_of(choice.method, seen)
+        return list(solve_group(choice, modules, plain, seen, factors).values())
+
+    def _seen(self, plan: Plan, place: StreamPlace) -> InputStatistics | None:
+        module = self.modules(place)[0]
+        if place.expert is None:
+            return seen_by_chip(plan, self.raw(place), module)
+        found = self.unit(expert_unit(place.layer, place.expert))
+        own = seen_by_chip(plan, found[place.stream.value], module)
+        everyone = own
+        if place.stream is Stream.EXPERT_INPUT:
+            half = self.folder.read(half_unit(place.layer, Half.MLP))
+            everyone = seen_by_chip(plan, half[Stream.EXPERT_INPUT.value], module)
+        inputs = ExpertInputs(
+            found[place.stream.value].statistics.tokens,
+            lambda: {Stream.EXPERT_INPUT: own, Stream.EXPERT_HIDDEN: own},
+            lambda _count: {place.stream: own},
+            lambda _count: seen_by_chip(plan, found[ANYONE], module) if ANYONE in found else own,
+        )
+        policy = plan.recipe.expert_policy
+        _, seen = expert_statistics(policy, place.expert, self._widths(place.layer), everyone, inputs)
+        return seen[place.stream]
+
+    def _widths(self, layer: int) -> dict[Stream, LinearGroup]:
+        """Groups without rows, for what asks only how wide an expert's inputs are."""
+        blueprint = self.reader.blueprint
+        return {
+            stream: PlainGroup(torch.empty(0, blueprint.linear_shape(sites[0], layer)[1]), None, (0,))
+            for stream, sites in blueprint.expert_streams(layer).items()
+        }
+
+
+def places(reader: ModelReader, layer: int) -> list[StreamPlace]:
+    """The streams of a layer in the order in which it runs them, each after those that read from it."""
+    blueprint = reader.blueprint
+    found = []
+    for half in Half:
+        found += [
+            StreamPlace(layer, half, stream, sites)
+            for stream, sites in blueprint.streams(layer, half).items()
+        ]
+    for expert in range(blueprint.num_experts(layer)):
+        found += [
+            StreamPlace(layer, Half.MLP, stream, sites, expert)
+            for stream, sites in blueprint.expert_streams(layer).items()
+        ]
+    return found
+
+
+@torch.inference_mode()
+def measure_sensitivity(
+    plans: Mapping[str, Plan],
+    fitting: Mapping[str, frozenset[str]],
+    solver: StreamSolver,
+    progress: Progress,
+) -> Sensitivity:
+    """Solve every linear as each candidate has it; memory holds one stream at a time.
+
+    plans: by candidate; fitting: the linears that it is for.
+    """
+    relative: dict[str, dict[str, float]] = {}
+    noise: dict[str, dict[str, float]] = {}
+    layers = solver.reader.blueprint.num_layers
+    for layer in range(layers):
+        # By what shares its way to the residual: half a layer, or one expert of it.
+        written: dict[tuple[Half, int | None, bool], float] = {}
+        waiting: list[tuple[tuple[Half, int | None, bool], str, str, float]] = []
+        for place in places(solver.reader, layer):
+            key = _way(place)
+            powers = _powers(plans, fitting, solver, place)
+            tokens = _tokens(solver, place)
+            for module, by_candidate in powers.items():
+                writes = place.stream in RESIDUAL_WRITERS
+                for name, power in by_candidate.items():
+                    relative.setdefault(module, {})[name] = power.relative
+                    if writes:
+                        scale = solver.reader.blueprint.config.hidden_size * max(tokens, 1)
+                        noise.setdefault(module, {})[name] = power.noise / scale
+                        written[key] = power.signal / scale
+                    else:
+                        waiting.append((key, module, name, power.relative))
+        for key, module, name, error in waiting:
+            noise.setdefault(module, {})[name] = error * written.get(key, 1.0)
+        progress("sensitivity, layers", layer + 1, layers)
+    return Sensitivity(relative, noise)
+
+
+def _way(place: StreamPlace) -> tuple[Half, int | None, bool]:
+    shared = place.stream in (Stream.SHARED_INPUT, Stream.SHARED_HIDDEN)
+    return place.half, place.expert, shared
+
+
+def _tokens(solver: StreamSolver, place: StreamPlace) -> int:
+    """Tokens that the layer has seen; a routed expert saw some of them."""
+    if place.expert is None:
+        return solver.raw(place).statistics.tokens
+    return int(solver.folder.manifest.layers[place.layer]["tokens"])
+
+
+def _powers(
+    plans: Mapping[str, Plan],
+    fitting: Mapping[str, frozenset[str]],
+    solver: StreamSolver,
+    place: StreamPlace,
+) -> dict[str, dict[str, OutputPower]]:
+    modules = solver.modules(place)
+    wanted = [name for name in plans if modules[0] in fitting[name]]
+    if not wanted:
+        return {}
+    plain, stored = solver.plain(place), solver.raw(place).statistics
+    weights: Sequence[torch.Tensor] = torch.split(plain.weight, list(plain.sizes))
+    found: dict[str, dict[str, OutputPower]] = {module: {} for module in modules}
+    for name in wanted:
+        plan = plans[name]
+        cast = plan.choice_of(modules[0]).chip_compute().cast
+        solutions = solver.solve(plan, place, plain)
+        for module, weight, solution in zip(modules, weights, solutions, strict=True):
+            found[module][name] = output_power(weight, solution.quantized.dequantize(), stored, cast)
+    return found
