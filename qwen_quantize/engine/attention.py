@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qwen_quantize.engine.kv_cache import KVCache
+from qwen_quantize.engine.kv_cache import AttentionCache, Context
 from qwen_quantize.engine.layer import Layer, rms_norm
 from qwen_quantize.engine.rotary import LayerRotary, rotate
 from qwen_quantize.engine.soft_cap import attend_capped
 from qwen_quantize.models.blueprint import Blueprint, Stream
+from qwen_quantize.models.config import ModelConfig
 
 
 def mix_grouped(
@@ -19,7 +20,7 @@ def mix_grouped(
     index: int,
     blueprint: Blueprint,
     rotary: LayerRotary,
-    cache: KVCache | None,
+    cache: AttentionCache | None,
 ) -> Tensor:
     """normed: [B, T, hidden_size] -> what the output projection reads, [B, T, heads * head_dim]."""
     config, family = blueprint.config, blueprint.family
@@ -42,17 +43,27 @@ def mix_grouped(
     cos, sin = rotary.slice(index, 0 if cache is None else cache.length, length)
     query = rotate(query.transpose(1, 2), cos, sin, config.rope.interleaved)
     key = rotate(key.transpose(1, 2), cos, sin, config.rope.interleaved)
-    if cache is not None:
-        key, value = cache.append(index, key, value)
-    window = config.window(index)
-    if config.score_cap is None:
-        mixed = attend(query, key, value, window, config.softmax_scale)
-    else:
-        mask = visible(length, key.shape[2], window)
-        scale = config.head_dim**-0.5 if config.softmax_scale is None else config.softmax_scale
-        mixed = attend_capped(query, key, value, mask, scale, config.score_cap)
-        mixed = mixed.transpose(1, 2).flatten(2)
+    context = Context(key, value) if cache is None else cache.append(index, key, value)
+    mixed = _attend_context(query, context, index, config)
     return mixed if gate is None else mixed * gate.flatten(2).sigmoid()
+
+
+def _attend_context(query: Tensor, context: Context, index: int, config: ModelConfig) -> Tensor:
+    """`attend` to what a cache gave, with the layer's window and cap."""
+    key, value, window = context.keys, context.values, config.window(index)
+    seen = None if context.columns is None else context.columns.visible(window)
+    if context.columns is not None:
+        window = None  # is in `seen`
+    if config.score_cap is None:
+        return attend(query, key, value, window, config.softmax_scale, None if seen is None else seen[None])
+    if seen is None:
+        ordered = context.columns is None
+        seen = (
+            visible(query.shape[2], key.shape[2], window) if ordered else torch.ones(1, 1, dtype=torch.bool)
+        )
+    scale = config.head_dim**-0.5 if config.softmax_scale is None else config.softmax_scale
+    mixed = attend_capped(query, key, value, seen, scale, config.score_cap)
+    return mixed.transpose(1, 2).flatten(2)
 
 
 def attend(
