@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,6 +16,19 @@ from qwen_quantize.models.blueprint import Blueprint, Stream
 from qwen_quantize.models.config import ModelConfig
 
 
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """What grouped attention mixes, rotated: query [B, heads, T, D], key and value [B, kv_heads, T, D].
+
+    gate: [B, T, heads, D], what the mixture is gated with, where a model has that.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gate: Tensor | None
+
+
 def mix_grouped(
     normed: Tensor,
     layer: Layer,
@@ -23,6 +38,17 @@ def mix_grouped(
     cache: AttentionCache | None,
 ) -> Tensor:
     """normed: [B, T, hidden_size] -> what the output projection reads, [B, T, heads * head_dim]."""
+    start = 0 if cache is None else cache.length
+    own = project_grouped(normed, layer, index, blueprint, rotary, start)
+    context = Context(own.key, own.value) if cache is None else cache.append(index, own.key, own.value)
+    mixed = _attend_context(own.query, context, index, blueprint.config)
+    return mixed if own.gate is None else mixed * own.gate.flatten(2).sigmoid()
+
+
+def project_grouped(
+    normed: Tensor, layer: Layer, index: int, blueprint: Blueprint, rotary: LayerRotary, start: int = 0
+) -> Projected:
+    """Queries, keys and values of normed [B, T, hidden_size], whose first token is at position `start`."""
     config, family = blueprint.config, blueprint.family
     batch, length, _ = normed.shape
     outputs = layer.groups[Stream.ATTENTION_INPUT](normed)
@@ -40,12 +66,10 @@ def mix_grouped(
         query = rms_norm(query, layer.tensors[family.query_norm], config.rms_norm_eps)
     if family.key_norm is not None:
         key = rms_norm(key, layer.tensors[family.key_norm], config.rms_norm_eps)
-    cos, sin = rotary.slice(index, 0 if cache is None else cache.length, length)
+    cos, sin = rotary.slice(index, start, length)
     query = rotate(query.transpose(1, 2), cos, sin, config.rope.interleaved)
     key = rotate(key.transpose(1, 2), cos, sin, config.rope.interleaved)
-    context = Context(key, value) if cache is None else cache.append(index, key, value)
-    mixed = _attend_context(query, context, index, config)
-    return mixed if gate is None else mixed * gate.flatten(2).sigmoid()
+    return Projected(query, key, value, gate)
 
 
 def _attend_context(query: Tensor, context: Context, index: int, config: ModelConfig) -> Tensor:
