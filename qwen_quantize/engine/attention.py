@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qwen_quantize.engine.kv_cache import KVCache
+from qwen_quantize.engine.kv_cache import AttentionCache, Context
 from qwen_quantize.engine.layer import Layer, rms_norm
 from qwen_quantize.engine.rotary import LayerRotary, rotate
 from qwen_quantize.engine.soft_cap import attend_capped
 from qwen_quantize.models.blueprint import Blueprint, Stream
+from qwen_quantize.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """What grouped attention mixes, rotated: query [B, heads, T, D], key and value [B, kv_heads, T, D].
+
+    gate: [B, T, heads, D], what the mixture is gated with, where a model has that.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gate: Tensor | None
 
 
 def mix_grouped(
@@ -19,9 +35,20 @@ def mix_grouped(
     index: int,
     blueprint: Blueprint,
     rotary: LayerRotary,
-    cache: KVCache | None,
+    cache: AttentionCache | None,
 ) -> Tensor:
     """normed: [B, T, hidden_size] -> what the output projection reads, [B, T, heads * head_dim]."""
+    start = 0 if cache is None else cache.length
+    own = project_grouped(normed, layer, index, blueprint, rotary, start)
+    context = Context(own.key, own.value) if cache is None else cache.append(index, own.key, own.value)
+    mixed = _attend_context(own.query, context, index, blueprint.config)
+    return mixed if own.gate is None else mixed * own.gate.flatten(2).sigmoid()
+
+
+def project_grouped(
+    normed: Tensor, layer: Layer, index: int, blueprint: Blueprint, rotary: LayerRotary, start: int = 0
+) -> Projected:
+    """Queries, keys and values of normed [B, T, hidden_size], whose first token is at position `start`."""
     config, family = blueprint.config, blueprint.family
     batch, length, _ = normed.shape
     outputs = layer.groups[Stream.ATTENTION_INPUT](normed)
@@ -39,20 +66,28 @@ def mix_grouped(
         query = rms_norm(query, layer.tensors[family.query_norm], config.rms_norm_eps)
     if family.key_norm is not None:
         key = rms_norm(key, layer.tensors[family.key_norm], config.rms_norm_eps)
-    cos, sin = rotary.slice(index, 0 if cache is None else cache.length, length)
+    cos, sin = rotary.slice(index, start, length)
     query = rotate(query.transpose(1, 2), cos, sin, config.rope.interleaved)
     key = rotate(key.transpose(1, 2), cos, sin, config.rope.interleaved)
-    if cache is not None:
-        key, value = cache.append(index, key, value)
-    window = config.window(index)
+    return Projected(query, key, value, gate)
+
+
+def _attend_context(query: Tensor, context: Context, index: int, config: ModelConfig) -> Tensor:
+    """`attend` to what a cache gave, with the layer's window and cap."""
+    key, value, window = context.keys, context.values, config.window(index)
+    seen = None if context.columns is None else context.columns.visible(window)
+    if context.columns is not None:
+        window = None  # is in `seen`
     if config.score_cap is None:
-        mixed = attend(query, key, value, window, config.softmax_scale)
-    else:
-        mask = visible(length, key.shape[2], window)
-        scale = config.head_dim**-0.5 if config.softmax_scale is None else config.softmax_scale
-        mixed = attend_capped(query, key, value, mask, scale, config.score_cap)
-        mixed = mixed.transpose(1, 2).flatten(2)
-    return mixed if gate is None else mixed * gate.flatten(2).sigmoid()
+        return attend(query, key, value, window, config.softmax_scale, None if seen is None else seen[None])
+    if seen is None:
+        ordered = context.columns is None
+        seen = (
+            visible(query.shape[2], key.shape[2], window) if ordered else torch.ones(1, 1, dtype=torch.bool)
+        )
+    scale = config.head_dim**-0.5 if config.softmax_scale is None else config.softmax_scale
+    mixed = attend_capped(query, key, value, seen, scale, config.score_cap)
+    return mixed.transpose(1, 2).flatten(2)
 
 
 def attend(

@@ -13,7 +13,7 @@ from qwen_quantize.engine.delta_net import (
     recurrent,
     unit_vectors,
 )
-from qwen_quantize.engine.kv_cache import KVCache
+from qwen_quantize.engine.kv_cache import TokenCache
 from qwen_quantize.engine.layer import Layer, activate
 from qwen_quantize.models.blueprint import Blueprint, Stream
 from qwen_quantize.models.delta import DeltaConfig
@@ -24,7 +24,7 @@ def mix_delta(
     layer: Layer,
     index: int,
     blueprint: Blueprint,
-    cache: KVCache | None,
+    cache: TokenCache | None,
 ) -> Tensor:
     """normed: [B, T, hidden_size] -> what the output projection reads, [B, T, value heads * value_dim]."""
     names, delta = blueprint.family.delta, blueprint.config.delta

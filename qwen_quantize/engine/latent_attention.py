@@ -1,8 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 Keys and values are expanded from a latent that all heads share; a small part of each key carries the position
-and is the same for all heads. The cache holds expanded keys and values: every token is expanded once, by the
-same linear (and cast) as without a cache. Storing latents would take less memory and a product more per step.
+and is the same for all heads. The plain cache holds expanded keys and values: every token is expanded once, by
+the same linear (and cast) as without a cache. A packed cache holds latents, which take less memory and a product
+more per step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qwen_quantize.engine.attention import attend, visible
-from qwen_quantize.engine.kv_cache import KVCache
+from qwen_quantize.engine.kv_cache import AttentionCache, Columns, Context
 from qwen_quantize.engine.layer import Layer, rms_norm
 from qwen_quantize.engine.rotary import LayerRotary, rotate
 from qwen_quantize.engine.sparse_index import index_scores, select_tokens
@@ -27,7 +28,7 @@ def mix_latent(
     index: int,
     blueprint: Blueprint,
     rotary: LayerRotary,
-    cache: KVCache | None,
+    cache: AttentionCache | None,
 ) -> Tensor:
     """normed: [B, T, hidden_size] -> what the output projection reads, [B, T, heads * value_dim]."""
     config, family, latent = blueprint.config, blueprint.family, blueprint.config.latent
@@ -43,10 +44,6 @@ def mix_latent(
     query = query.view(batch, length, config.num_heads, latent.key_dim).transpose(1, 2)
     shared, positional = torch.split(compressed, [latent.key_value_rank, latent.rotary_dim], dim=-1)
     shared = rms_norm(shared, layer.tensors[family.key_value_latent_norm], latent.norm_eps)
-    (expanded,) = layer.groups[Stream.KEY_VALUE_LATENT](shared)
-    expanded = expanded.view(batch, length, config.num_heads, -1).transpose(1, 2)
-    free, value = torch.split(expanded, [latent.position_free_dim, latent.value_dim], dim=-1)
-
     cos, sin = rotary.slice(index, 0 if cache is None else cache.length, length)
     query = torch.cat(
         (
@@ -56,14 +53,53 @@ def mix_latent(
         dim=-1,
     )
     positional = rotate(positional.unsqueeze(1), cos, sin, config.rope.interleaved)
-    key = torch.cat((free, positional.expand(-1, config.num_heads, -1, -1)), dim=-1)
-    if cache is not None:
-        key, value = cache.append(index, key, value)
+    context = _context(shared, positional, layer, index, blueprint, cache)
     chosen = None
     if config.indexer is not None:
         inputs = (normed, index_query[0], index_key[0])
         chosen = _choose_tokens(inputs, (cos, sin), layer, index, blueprint, cache)
-    return _attend_padded(query, key, value, config.softmax_scale, chosen)
+    if context.columns is not None:
+        chosen = _in_columns(chosen, context.columns)
+    return _attend_padded(query, context.keys, context.values, config.softmax_scale, chosen)
+
+
+def _context(
+    shared: Tensor,
+    positional: Tensor,
+    layer: Layer,
+    index: int,
+    blueprint: Blueprint,
+    cache: AttentionCache | None,
+) -> Context:
+    """Expanded keys and values. shared: latents [B, T, rank]; positional: [B, 1, T, rotary_dim], turned."""
+    if cache is None:
+        return Context(*_expanded(shared, positional, layer, blueprint))
+    if not cache.keeps_latents:
+        return cache.append(index, *_expanded(shared, positional, layer, blueprint))
+    kept = cache.append(index, shared.unsqueeze(1), positional)
+    keys, values = _expanded(kept.keys.squeeze(1), kept.values, layer, blueprint)
+    return Context(keys, values, kept.columns)
+
+
+def _expanded(
+    shared: Tensor, positional: Tensor, layer: Layer, blueprint: Blueprint
+) -> tuple[Tensor, Tensor]:
+    """(keys, values), [B, heads, S, key_dim] and [B, heads, S, value_dim]."""
+    config, latent = blueprint.config, blueprint.config.latent
+    assert latent is not None
+    (expanded,) = layer.groups[Stream.KEY_VALUE_LATENT](shared)
+    expanded = expanded.view(*shared.shape[:2], config.num_heads, -1).transpose(1, 2)
+    free, value = torch.split(expanded, [latent.position_free_dim, latent.value_dim], dim=-1)
+    return torch.cat((free, positional.expand(-1, config.num_heads, -1, -1)), dim=-1), value
+
+
+def _in_columns(chosen: Tensor | None, columns: Columns) -> Tensor | None:
+    """[B or 1, T, columns] bool: `chosen`, [B, T, tokens], where a column counts for a query; None for all."""
+    seen = columns.visible(None)
+    if chosen is None:
+        return None if seen is None else seen[None]
+    chosen = chosen[..., columns.positions]
+    return chosen if seen is None else chosen & seen
 
 
 def _choose_tokens(
@@ -72,7 +108,7 @@ def _choose_tokens(
     layer: Layer,
     index: int,
     blueprint: Blueprint,
-    cache: KVCache | None,
+    cache: AttentionCache | None,
 ) -> Tensor | None:
     """[B, T, S] bool, the tokens that the indexer lets each query see; None where it leaves none out.
 

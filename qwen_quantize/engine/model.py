@@ -10,13 +10,17 @@ from torch import Tensor
 from qwen_quantize.engine.attention import mix_grouped
 from qwen_quantize.engine.delta_attention import mix_delta
 from qwen_quantize.engine.experts import route, run_experts, shared_expert
-from qwen_quantize.engine.kv_cache import KVCache
+from qwen_quantize.engine.kv_cache import AttentionCache, KVCache, TokenCache
 from qwen_quantize.engine.latent_attention import mix_latent
 from qwen_quantize.engine.layer import Layer, ResidentExperts, activate, rms_norm
 from qwen_quantize.engine.linear import LinearGroup, PlainGroup
+from qwen_quantize.engine.packed_cache import PackedKVCache
 from qwen_quantize.engine.rotary import LayerRotary
 from qwen_quantize.engine.soft_cap import CappedGroup
+from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.models.blueprint import Blueprint, Stream
+
+_PREFILL_CHUNK = 512  # tokens whose scores and hidden states are held together
 
 
 def run_layer(
@@ -25,7 +29,7 @@ def run_layer(
     index: int,
     blueprint: Blueprint,
     rotary: LayerRotary,
-    cache: KVCache | None = None,
+    cache: AttentionCache | None = None,
 ) -> Tensor:
     """One decoder layer. hidden: [B, T, hidden_size] float32 -> the same shape (a new tensor).
 
@@ -40,13 +44,13 @@ def run_attention(
     index: int,
     blueprint: Blueprint,
     rotary: LayerRotary,
-    cache: KVCache | None = None,
+    cache: AttentionCache | None = None,
 ) -> Tensor:
     """The first half of a layer: hidden + attention, [B, T, hidden_size] (a new tensor)."""
     config, family = blueprint.config, blueprint.family
     normed = rms_norm(hidden, layer.tensors[family.input_norm], config.rms_norm_eps)
     if config.is_delta(index):
-        mixed = mix_delta(normed, layer, index, blueprint, cache)
+        mixed = mix_delta(normed, layer, index, blueprint, cache if isinstance(cache, TokenCache) else None)
     else:
         mix = mix_grouped if config.latent is None else mix_latent
         mixed = mix(normed, layer, index, blueprint, rotary, cache)
@@ -108,11 +112,23 @@ class Model:
         )
         return linears + experts + self.head.nbytes + (0 if tied else self.embedding.nbytes)
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return KVCache(self.blueprint.config, batch, capacity)
+    def new_cache(self, batch: int, capacity: int, plan: KvPlan | None = None) -> KVCache | PackedKVCache:
+        """Room for `capacity` tokens, in float32 or as `plan` says."""
+        if plan is None:
+            return KVCache(self.blueprint.config, batch, capacity)
+        return PackedKVCache(self.blueprint.config, plan, batch, capacity)
+
+    def prefill(self, tokens: Tensor, cache: KVCache | PackedKVCache, chunk: int = _PREFILL_CHUNK) -> Tensor:
+        """Run tokens [B, T] through in chunks, so that no step holds more; returns the last logits [B, 1, vocab]."""
+        parts = torch.split(tokens, chunk, dim=1)
+        for part in parts[:-1]:
+            self.forward(part, cache, last_only=True)
+        return self.forward(parts[-1], cache, last_only=True)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: KVCache | None = None, last_only: bool = False) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: KVCache | PackedKVCache | None = None, last_only: bool = False
+    ) -> Tensor:
         """tokens: [B, T] int64 -> logits [B, T, vocab] float32, or [B, 1, vocab] with `last_only`."""
         hidden = self.embedding[tokens]
         if self.blueprint.family.scaled_embedding:

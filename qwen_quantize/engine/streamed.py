@@ -18,6 +18,8 @@ from qwen_quantize.engine.layer import Layer, rms_norm
 from qwen_quantize.engine.linear import LinearGroup
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.model import mlp_input, run_attention, run_layer
+from qwen_quantize.engine.packed_cache import SimulatedCache
+from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.models.blueprint import Stream
 
 _TOKENS_PER_BATCH = 4096
@@ -26,12 +28,17 @@ _TOKENS_PER_BATCH = 4096
 class StreamedModel:
     """Holds at most one open layer or the head. `chip` makes quantized linears compute as the chip does.
 
+    kv_plan: lets every query see what a decoder with such a key-value cache would.
+
     last_routing: the experts that the open layer's last run chose, [tokens, k] int64, sorted in each row;
     None before it ran, and for a dense layer.
     """
 
-    def __init__(self, reader: ModelReader, chip: Compute | None = None) -> None:
+    def __init__(
+        self, reader: ModelReader, chip: Compute | None = None, kv_plan: KvPlan | None = None
+    ) -> None:
         self.reader = reader
+        self._kv_cache = None if kv_plan is None else SimulatedCache(kv_plan)
         self.chip = chip
         self.last_routing: Tensor | None = None
         self._layer: Layer | None = None
@@ -68,10 +75,10 @@ class StreamedModel:
         if reader.blueprint.sparse(index) is not None:
             return self._run_sparse(hidden, layer, windows)
         if hidden.shape[0] <= windows:
-            return run_layer(hidden, layer, index, reader.blueprint, reader.rotary)
+            return run_layer(hidden, layer, index, reader.blueprint, reader.rotary, self._kv_cache)
         after = torch.empty_like(hidden)
         for source, target in _batches(windows, hidden, after):
-            target.copy_(run_layer(source, layer, index, reader.blueprint, reader.rotary))
+            target.copy_(run_layer(source, layer, index, reader.blueprint, reader.rotary, self._kv_cache))
         return after
 
     def _run_sparse(self, hidden: Tensor, layer: Layer, windows: int) -> Tensor:
@@ -80,7 +87,7 @@ class StreamedModel:
         attended = torch.empty_like(hidden)
         routings = []
         for source, target in _batches(windows, hidden, attended):
-            target.copy_(run_attention(source, layer, index, blueprint, rotary))
+            target.copy_(run_attention(source, layer, index, blueprint, rotary, self._kv_cache))
             normed = mlp_input(target, layer, blueprint).flatten(0, 1)
             routings.append(route(normed, layer, index, blueprint))
         routing = Routing(

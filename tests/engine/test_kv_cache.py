@@ -1,0 +1,195 @@
+"""Packed caches: the bytes that were planned, the same tokens however a text is cut, and eval's logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qwen_quantize.calibrators.kv_plans import KvFindings, KvRange, uniform_plan
+from qwen_quantize.checkpoint.source import open_source
+from qwen_quantize.engine.kv_cache import Context
+from qwen_quantize.engine.load import ModelReader, load_model
+from qwen_quantize.engine.model import Model
+from qwen_quantize.engine.packed_cache import PackedKVCache, SimulatedCache
+from qwen_quantize.engine.streamed import StreamedModel
+from qwen_quantize.errors import UserError
+from qwen_quantize.formats.kv_plan import KvPlan
+from qwen_quantize.formats.kv_scheme import parse_kv_scheme
+from qwen_quantize.models.config import ModelConfig
+from tests.tiny_models import make_tiny
+
+SCHEMES = (
+    "fp16",
+    "bf16",
+    "fp8",
+    "fp8:head",
+    "fp8:token",
+    "int8",
+    "int8:token,window=5",
+    "int4:32,window=7,sinks=2",
+    "int4:32,window=0,sinks=0",
+)
+FAMILIES = ("qwen3", "mistral", "gemma2", "qwen3-next", "deepseek-v3", "deepseek-v3.2", "phi3")
+
+
+def tokens_of(count: int, batch: int = 1, seed: int = 5) -> Tensor:
+    return torch.randint(160, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def findings(config: ModelConfig) -> KvFindings:
+    generator = torch.Generator().manual_seed(2)
+    shape = (config.num_kv_heads, config.head_dim)
+    ranges = {
+        layer: KvRange(5 + torch.rand(shape, generator=generator), 9 + torch.rand(shape, generator=generator))
+        for layer in range(config.num_layers)
+    }
+    return KvFindings(ranges)
+
+
+def plan_of(text: str, config: ModelConfig) -> KvPlan:
+    return uniform_plan(parse_kv_scheme(text), config, findings(config))
+
+
+def reader_of(folder: Path, family: str) -> ModelReader:
+    make_tiny(folder, family, seed=3)
+    return ModelReader(open_source(folder))
+
+
+def in_pieces(model: Model, plan: KvPlan | None, tokens: Tensor, sizes: list[int]) -> tuple[Tensor, int]:
+    cache = model.new_cache(tokens.shape[0], tokens.shape[1], plan)
+    parts = [model.forward(part, cache) for part in torch.split(tokens, sizes, dim=1)]
+    assert cache.length == tokens.shape[1]
+    return torch.cat(parts, dim=1), cache.nbytes
+
+
+def streamed(reader: ModelReader, plan: KvPlan | None, tokens: Tensor) -> Tensor:
+    model = StreamedModel(reader, None, plan)
+    hidden = model.embed(tokens)
+    for index in range(model.num_layers):
+        model.open_layer(index)
+        hidden = model.run_layer(hidden)
+    model.open_head()
+    return model.log_probabilities(hidden)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eval_sees_what_a_decoder_sees_however_the_text_is_cut(family: str, tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, family)
+    model = load_model(reader)
+    tokens = tokens_of(84, batch=2)
+    exact = model.forward(tokens).log_softmax(-1)
+    for text in ("int4:32,window=7,sinks=2", "int8:token,window=5"):
+        plan = plan_of(text, reader.blueprint.config)
+        expected = streamed(reader, plan, tokens)
+        for sizes in ([1] * 84, [50, 1, 1, 1, 1, 30], [84], [3, 40, 41]):
+            found, _ = in_pieces(model, plan, tokens, sizes)
+            error = (found.log_softmax(-1) - expected).abs().mean()
+            # A last bit decides here and there which of two codes, experts or tokens is taken.
+            assert error < 0.02 * (expected - exact).abs().mean()
+
+
+def seen_by_each_query(contexts: list[Context], sizes: list[int]) -> list[Tensor]:
+    """For each query: keys and values of all positions that it sees, in their order."""
+    seen = []
+    for context, size in zip(contexts, sizes, strict=True):
+        both = torch.cat((context.keys, context.values), dim=-1)
+        columns = context.columns
+        for row in range(size):
+            if columns is None:
+                seen.append(both[:, :, : both.shape[2] - size + row + 1])
+                continue
+            mask = columns.visible(None)
+            chosen = torch.ones(both.shape[2], dtype=torch.bool) if mask is None else mask[row]
+            places = columns.positions[chosen]
+            assert sorted(places.tolist()) == list(range(columns.start + row + 1))
+            seen.append(both[:, :, chosen][:, :, places.argsort()])
+    return seen
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_each_query_sees_the_same_bits_however_the_text_is_cut(text: str, tmp_path: Path) -> None:
+    config = reader_of(tmp_path, "qwen3").blueprint.config
+    plan = plan_of(text, config)
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.randn(2, config.num_kv_heads, 90, config.head_dim, generator=generator)
+    values = torch.randn(2, config.num_kv_heads, 90, config.value_dim, generator=generator)
+    expected = seen_by_each_query([SimulatedCache(plan).append(1, keys, values)], [90])
+    assert len(expected) == 90
+    for sizes in ([1] * 90, [1, 2, 40, 1, 1, 45], [89, 1], [6, 84]):
+        cache, contexts, begin = PackedKVCache(config, plan, 2, 90), [], 0
+        for size in sizes:
+            part = slice(begin, begin + size)
+            contexts.append(cache.append(1, keys[:, :, part], values[:, :, part]))
+            cache.advance(size)
+            begin += size
+        for found, wanted in zip(seen_by_each_query(contexts, sizes), expected, strict=True):
+            assert torch.equal(found, wanted)
+    whole = torch.cat((keys, values), dim=-1)
+    newest = plan.scheme.window
+    for query, found in enumerate(expected):
+        full = whole[:, :, max(0, query + 1 - newest) : query + 1]
+        torch.testing.assert_close(found[:, :, found.shape[2] - full.shape[2] :], full, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_every_scheme_packed_and_simulated(text: str, tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, "qwen3")
+    model = load_model(reader)
+    tokens = tokens_of(90)
+    plan = plan_of(text, reader.blueprint.config)
+    found, _ = in_pieces(model, plan, tokens, [40, *([1] * 50)])
+    exact = model.forward(tokens).log_softmax(-1)
+    expected = streamed(reader, plan, tokens)
+    assert (found.log_softmax(-1) - expected).abs().mean() < 0.02 * (expected - exact).abs().mean() + 1e-5
+    whole, _ = in_pieces(model, plan, tokens, [90])
+    assert torch.equal(whole.argmax(-1), found.argmax(-1))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3", "qwen3-next"])
+@pytest.mark.parametrize("text", SCHEMES)
+def test_measured_bytes_are_the_planned_ones(family: str, text: str, tmp_path: Path) -> None:
+    config = reader_of(tmp_path, family).blueprint.config
+    plan = plan_of(text, config)
+    for capacity in (20, 97, 1000):
+        cache = PackedKVCache(config, plan, 3, capacity)
+        assert cache.packed_bytes == pytest.approx(plan.bytes_at(3, capacity), rel=0.001)
+
+
+def test_long_prompts_in_chunks_give_the_same_tokens(tmp_path: Path) -> None:
+    model = load_model(reader_of(tmp_path, "qwen3"))
+    tokens = tokens_of(100)
+    plans = [None, *(plan_of(text, model.blueprint.config) for text in ("fp16", "int4:32,window=7,sinks=2"))]
+    for plan in plans:
+        last = [
+            model.prefill(tokens, model.new_cache(1, 100, plan), chunk=chunk) for chunk in (1, 17, 64, 512)
+        ]
+        for logits in last[1:]:
+            torch.testing.assert_close(logits, last[0], rtol=1e-4, atol=2e-3)
+            assert torch.equal(logits.argmax(-1), last[0].argmax(-1))
+
+
+def test_sixteen_bits_are_nearly_exact_and_window_holds_everything(tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, "qwen3")
+    tokens = tokens_of(60)
+    exact = streamed(reader, None, tokens)
+    for text in ("fp16", "int4:32,window=60,sinks=0", "int4:32,window=0,sinks=60"):
+        found = streamed(reader, plan_of(text, reader.blueprint.config), tokens)
+        torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-2)
+
+
+def test_a_full_cache_refuses_more(tmp_path: Path) -> None:
+    model = load_model(reader_of(tmp_path, "qwen3"))
+    for plan in (None, plan_of("int4:32", model.blueprint.config)):
+        cache = model.new_cache(1, 10, plan)
+        model.forward(tokens_of(10), cache)
+        with pytest.raises(ValueError, match="holds 10 tokens, 11 are needed"):
+            model.forward(tokens_of(1), cache)
+
+
+def test_mixed_widths_have_no_meaning_for_one_latent(tmp_path: Path) -> None:
+    config = reader_of(tmp_path, "deepseek-v3").blueprint.config
+    with pytest.raises(UserError, match="one latent for all heads"):
+        uniform_plan(parse_kv_scheme("mixed:6"), config)
