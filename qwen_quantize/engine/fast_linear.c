@@ -361,7 +361,7 @@ static float largest(const float *x, int64_t n) {
   return most;
 }
 
-// Nearest even, as adding and taking away 1.5 * 2^23 does; |x / scale| is at most 127 and a rounding.
+// As vLLM's kernels do it: times 127 / largest, to the nearest even, back with largest / 127.
 static void cast_rows(void *context, int64_t begin, int64_t end) {
   const struct task *task = context;
   const struct linear *l = task->linear;
@@ -373,12 +373,12 @@ static void cast_rows(void *context, int64_t begin, int64_t end) {
       int8_t *out = (int8_t *)task->codes + row * l->padded + block * BLOCK;
       const int64_t left = l->columns - block * BLOCK, n = left < 0 ? 0 : left < BLOCK ? left : BLOCK;
       const float most = l->input == INT8_TOKEN ? whole : largest(x + block * BLOCK, n);
-      const float scale = most > 0 ? most / 127.0f : 1.0f;
+      const float scale = most > 0 ? most / 127.0f : 1.0f, inverse = most > 0 ? 127.0f / most : 0;
       float values[BLOCK] = {0};
       memcpy(values, x + block * BLOCK, sizeof(float) * (size_t)n);
       int32_t sum = 0;
       for (int k = 0; k < BLOCK; k++) {
-        const int32_t code = (int32_t)((values[k] / scale + 12582912.0f) - 12582912.0f);
+        const int32_t code = (int32_t)__builtin_rintf(values[k] * inverse);
         out[k] = (int8_t)code;
         sum += code;
       }

@@ -69,6 +69,14 @@ class Pool:
     def __del__(self) -> None:
         self.library.qq_pool_free(self.handle)
 
+    def __enter__(self) -> Pool:
+        """Its turn: what the kernel does for one caller waits for another's."""
+        self.library.qq_pool_enter(self.handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.library.qq_pool_leave(self.handle)
+
 
 def native_library() -> ctypes.CDLL | None:
     """The compiled kernel, or None (no compiler, or switched off)."""
@@ -136,14 +144,13 @@ class PackedWeight:
             case _:
                 elements = self.codes.permute(0, 2, 1)
         elements = elements.reshape(tiles * LANES, self.padded)
-        if self.kind is Kind.E4M3:
-            values = decode(elements.contiguous(), E4M3FN)
-        else:
-            values = elements.float()
+        values = decode(elements.contiguous(), E4M3FN) if self.kind is Kind.E4M3 else elements.float()
         width = groups * self.group
         values = functional.pad(values, (0, width - self.padded)).view(tiles, LANES, groups, self.group)
         if self.kind is not Kind.E4M3:
-            zero = self._default_zero if self.zero is None else self.zero.float().permute(0, 2, 1).unsqueeze(-1)
+            zero = (
+                self._default_zero if self.zero is None else self.zero.float().permute(0, 2, 1).unsqueeze(-1)
+            )
             values = values - zero
         values = values * self.scale.permute(0, 2, 1).unsqueeze(-1)
         return values.view(tiles * LANES, width)[: self.rows, : self.columns].contiguous()
@@ -244,8 +251,7 @@ def run_linear(threads: Pool, struct: LinearStruct, x: Tensor) -> Tensor:
     x = x.contiguous()
     y = torch.empty(x.shape[0], struct.rows)
     library, i64 = threads.library, ctypes.c_int64
-    library.qq_pool_enter(threads.handle)
-    try:
+    with threads:
         failed = library.qq_linear(
             threads.handle,
             ctypes.byref(struct),
@@ -253,8 +259,6 @@ def run_linear(threads: Pool, struct: LinearStruct, x: Tensor) -> Tensor:
             *(ctypes.c_void_p(y.data_ptr()), i64(struct.rows)),
             i64(x.shape[0]),
         )
-    finally:
-        library.qq_pool_leave(threads.handle)
     if failed:
         raise MemoryError("no memory for an input as int8")
     return y
@@ -267,6 +271,6 @@ def cast_input(x: Tensor, given: Input) -> Tensor:
     rows, columns = x.shape
     block = columns if given is Input.INT8_TOKEN else BLOCK
     blocks = functional.pad(x, (0, -columns % block)).view(rows, -1, block)
-    scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
-    scale = torch.where(scale == 0, 1.0, scale)
-    return ((blocks / scale).round() * scale).view(rows, -1)[:, :columns]
+    most = blocks.abs().amax(dim=-1, keepdim=True)
+    inverse = torch.where(most == 0, 0.0, 127 / most)
+    return ((blocks * inverse).round() * (most / 127)).view(rows, -1)[:, :columns]
