@@ -25,7 +25,7 @@ typedef uint8_t bytes __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint16_t shorts __attribute__((vector_size(32), aligned(2), may_alias));
 
 enum kind { FLOAT_ROWS, INT4, INT8, E4M3 };
-enum input { FLOAT_INPUT, INT8_BLOCKS, INT8_TOKEN };
+enum input { FLOAT_INPUT, INT8_BLOCKS, INT8_TOKEN, INT16_BLOCKS };
 
 // codes: FLOAT_ROWS [rows, columns] float32; else tiles, [padded / 8][16][4] bytes of two nibbles (columns k .. k + 3
 // low, k + 4 .. k + 7 high), [padded / 4][16][4] bytes, or [padded][16] bytes. scale: [tiles][groups][16]. zero: as
@@ -39,14 +39,20 @@ struct linear {
   int32_t kind, input;
 };
 
-// ---- threads: each takes the next few items until none is left, and spins a while before it sleeps ----
+// ---- threads: who is awake takes the next few items until none is left; nobody waits for a thread that sleeps ----
 
 typedef void (*work)(void *context, int64_t begin, int64_t end);
+
+// gate: a job's number above 16 bits, the bit that closes it, and how many workers are in it. A worker joins an open
+// job once; the caller opens it, works along, closes it and waits for those inside.
+#define CLOSED 0x8000ull
+#define JOB(gate) ((gate) >> 16)
 
 struct pool {
   pthread_mutex_t lock, turn;
   pthread_cond_t wake;
-  atomic_int generation, running, sleeping, stop;
+  atomic_ullong gate;
+  atomic_int sleeping, stop;
   atomic_llong next;
   work run;
   void *context;
@@ -57,12 +63,13 @@ struct pool {
   pthread_t thread[];
 };
 
-INLINE void relax(void) {
+INLINE void relax(int spins) {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   __asm__ volatile("yield");
 #endif
+  if (spins % 32 == 31) sched_yield();  // both threads may have been put on one core
 }
 
 static void take(struct pool *pool) {
@@ -74,27 +81,34 @@ static void take(struct pool *pool) {
   }
 }
 
+// Whether there is something that the worker has not joined yet.
+INLINE int open_to(struct pool *pool, unsigned long long seen) {
+  unsigned long long gate = atomic_load(&pool->gate);
+  return (JOB(gate) != seen && !(gate & CLOSED)) || atomic_load(&pool->stop);
+}
+
 static void *worker(void *argument) {
   struct pool *pool = argument;
-  int seen = 0;
+  unsigned long long seen = 0;
   for (;;) {
-    for (int spins = 0; atomic_load(&pool->generation) == seen && spins < 20000; spins++) relax();
-    if (atomic_load(&pool->generation) == seen) {
+    for (int spins = 0; !open_to(pool, seen) && spins < 20000; spins++) relax(spins);
+    if (!open_to(pool, seen)) {
       pthread_mutex_lock(&pool->lock);
       atomic_fetch_add(&pool->sleeping, 1);
-      while (atomic_load(&pool->generation) == seen) pthread_cond_wait(&pool->wake, &pool->lock);
+      while (!open_to(pool, seen)) pthread_cond_wait(&pool->wake, &pool->lock);
       atomic_fetch_sub(&pool->sleeping, 1);
       pthread_mutex_unlock(&pool->lock);
     }
     if (atomic_load(&pool->stop)) return NULL;
-    seen = atomic_load(&pool->generation);
+    unsigned long long gate = atomic_load(&pool->gate);
+    if ((gate & CLOSED) || !atomic_compare_exchange_strong(&pool->gate, &gate, gate + 1)) continue;
+    seen = JOB(gate);
     take(pool);
-    atomic_fetch_sub(&pool->running, 1);
+    atomic_fetch_sub(&pool->gate, 1);
   }
 }
 
-static void announce(struct pool *pool) {
-  atomic_fetch_add(&pool->generation, 1);
+static void wake_sleepers(struct pool *pool) {
   if (!atomic_load(&pool->sleeping)) return;
   pthread_mutex_lock(&pool->lock);
   pthread_cond_broadcast(&pool->wake);
@@ -106,6 +120,7 @@ struct pool *qq_pool_new(int threads) {
   int wanted = threads > 1 ? threads - 1 : 0;
   struct pool *pool = calloc(1, sizeof *pool + sizeof(pthread_t) * (size_t)wanted);
   if (pool == NULL) return NULL;
+  atomic_init(&pool->gate, CLOSED);
   pthread_mutex_init(&pool->lock, NULL);
   pthread_mutex_init(&pool->turn, NULL);
   pthread_cond_init(&pool->wake, NULL);
@@ -115,7 +130,7 @@ struct pool *qq_pool_new(int threads) {
 
 void qq_pool_free(struct pool *pool) {
   atomic_store(&pool->stop, 1);
-  announce(pool);
+  wake_sleepers(pool);
   for (int i = 0; i < pool->workers; i++) pthread_join(pool->thread[i], NULL);
   free(pool->scratch);
   free(pool);
@@ -129,13 +144,11 @@ void qq_parallel(struct pool *pool, work run, void *context, int64_t items, int6
   }
   pool->run = run, pool->context = context, pool->items = items, pool->step = step;
   atomic_store(&pool->next, 0);
-  atomic_store(&pool->running, pool->workers);
-  announce(pool);
+  atomic_store(&pool->gate, (JOB(atomic_load(&pool->gate)) + 1) << 16);
+  wake_sleepers(pool);
   take(pool);
-  for (int spins = 0; atomic_load(&pool->running) > 0; spins++) {
-    relax();
-    if (spins > 20000) sched_yield();
-  }
+  atomic_fetch_or(&pool->gate, CLOSED);
+  for (int spins = 0; (atomic_load(&pool->gate) & (CLOSED - 1)) > 0; spins++) relax(spins);
 }
 
 void qq_pool_enter(struct pool *pool) { pthread_mutex_lock(&pool->turn); }
@@ -197,7 +210,7 @@ INLINE floats decode_e4m3(const uint8_t *codes) {
 struct task {
   const struct linear *linear;
   const float *x;        // [m][stride]
-  const int8_t *codes;   // [m][padded], the input as int8
+  const int8_t *codes;   // [m][padded], the input as int8; of INT16_BLOCKS [2][m][padded]: 128 times these, and these
   const float *scale;    // [m][padded / 32]
   const int32_t *sum;    // [m][padded / 32], of the codes
   float *y;
@@ -223,8 +236,9 @@ INLINE ints zeros_of(const struct linear *l, int64_t at) {
   return (l->kind == INT4 ? 8 : 128) - (ints){0};
 }
 
-// int8 inputs, rows at .. at + count - 1 of them.
-INLINE void integer_tile(const struct task *task, int64_t tile, int64_t at, const int count, const int four) {
+// Integer inputs, rows at .. at + count - 1 of them.
+INLINE void integer_tile(const struct task *task, int64_t tile, int64_t at, const int count, const int four,
+                         const int wide) {
   const struct linear *l = task->linear;
   const int64_t blocks = l->padded / BLOCK, groups = (l->padded + l->group - 1) / l->group;
   const int64_t bytes_of_block = LANES * (four ? BLOCK / 2 : BLOCK);
@@ -245,8 +259,14 @@ INLINE void integer_tile(const struct task *task, int64_t tile, int64_t at, cons
         const int64_t row = at + r;
         int32_t input[8];
         memcpy(input, task->codes + row * l->padded + block * BLOCK, BLOCK);
-        ints sum = zero * -task->sum[row * blocks + block];
+        ints sum = {0};
         for (int i = 0; i < 8; i++) sum = dot_bytes(sum, w[i], input[i], four);
+        if (wide) {
+          memcpy(input, task->codes + (task->m + row) * l->padded + block * BLOCK, BLOCK);
+          sum <<= 7;
+          for (int i = 0; i < 8; i++) sum = dot_bytes(sum, w[i], input[i], four);
+        }
+        sum -= zero * task->sum[row * blocks + block];
         part[r] += to_floats(sum) * task->scale[row * blocks + block];
       }
     }
@@ -328,7 +348,8 @@ static void float_rows(const struct task *task, int64_t tile) {
 
 static void run_tiles(void *context, int64_t begin, int64_t end) {
   const struct task *task = context;
-  const int integers = task->linear->input != FLOAT_INPUT, kind = task->linear->kind;
+  const int integers = task->linear->input != FLOAT_INPUT, wide = task->linear->input == INT16_BLOCKS;
+  const int kind = task->linear->kind;
 #define EACH(call4, call1)                                \
   for (int64_t tile = begin; tile < end; tile++) {        \
     int64_t at = 0;                                       \
@@ -337,10 +358,14 @@ static void run_tiles(void *context, int64_t begin, int64_t end) {
   }
   if (kind == FLOAT_ROWS) {
     for (int64_t tile = begin; tile < end; tile++) float_rows(task, tile);
+  } else if (integers && kind == INT4 && wide) {
+    EACH(integer_tile(task, tile, at, 4, 1, 1), integer_tile(task, tile, at, 1, 1, 1))
   } else if (integers && kind == INT4) {
-    EACH(integer_tile(task, tile, at, 4, 1), integer_tile(task, tile, at, 1, 1))
+    EACH(integer_tile(task, tile, at, 4, 1, 0), integer_tile(task, tile, at, 1, 1, 0))
+  } else if (integers && kind == INT8 && wide) {
+    EACH(integer_tile(task, tile, at, 4, 0, 1), integer_tile(task, tile, at, 1, 0, 1))
   } else if (integers && kind == INT8) {
-    EACH(integer_tile(task, tile, at, 4, 0), integer_tile(task, tile, at, 1, 0))
+    EACH(integer_tile(task, tile, at, 4, 0, 0), integer_tile(task, tile, at, 1, 0, 0))
   } else if (kind == INT4) {
     EACH(float_tile(task, tile, at, 4, INT4), float_tile(task, tile, at, 1, INT4))
   } else if (kind == INT8) {
@@ -350,7 +375,7 @@ static void run_tiles(void *context, int64_t begin, int64_t end) {
   }
 }
 
-// ---- inputs as int8 ----
+// ---- inputs as integers ----
 
 static float largest(const float *x, int64_t n) {
   float most = 0;
@@ -361,28 +386,29 @@ static float largest(const float *x, int64_t n) {
   return most;
 }
 
-// As vLLM's kernels do it: times 127 / largest, to the nearest even, back with largest / 127.
+// As vLLM's kernels do it: times 127 / largest, to the nearest even, back with largest / 127. Two bytes reach 16256.
 static void cast_rows(void *context, int64_t begin, int64_t end) {
   const struct task *task = context;
   const struct linear *l = task->linear;
   const int64_t blocks = l->padded / BLOCK;
+  const int wide = l->input == INT16_BLOCKS, token = l->input == INT8_TOKEN;
+  const float target = wide ? 16256.0f : 127.0f;
   for (int64_t row = begin; row < end; row++) {
     const float *x = task->x + row * task->x_stride;
-    const float whole = l->input == INT8_TOKEN ? largest(x, l->columns) : 0;
+    const float whole = token ? largest(x, l->columns) : 0;
     for (int64_t block = 0; block < blocks; block++) {
-      int8_t *out = (int8_t *)task->codes + row * l->padded + block * BLOCK;
-      const int64_t left = l->columns - block * BLOCK, n = left < 0 ? 0 : left < BLOCK ? left : BLOCK;
-      const float most = l->input == INT8_TOKEN ? whole : largest(x + block * BLOCK, n);
-      const float scale = most > 0 ? most / 127.0f : 1.0f, inverse = most > 0 ? 127.0f / most : 0;
+      int8_t *out = (int8_t *)task->codes + row * l->padded + block * BLOCK, *low = out + task->m * l->padded;
+      const int64_t left = l->columns - block * BLOCK, n = left < BLOCK ? left : BLOCK;
+      const float most = token ? whole : largest(x + block * BLOCK, n);
+      const float inverse = most > 0 ? target / most : 0;
       float values[BLOCK] = {0};
+      int32_t codes[BLOCK], sum = 0;
       memcpy(values, x + block * BLOCK, sizeof(float) * (size_t)n);
-      int32_t sum = 0;
-      for (int k = 0; k < BLOCK; k++) {
-        const int32_t code = (int32_t)__builtin_rintf(values[k] * inverse);
-        out[k] = (int8_t)code;
-        sum += code;
-      }
-      ((float *)task->scale)[row * blocks + block] = scale;
+      for (int k = 0; k < BLOCK; k++) codes[k] = (int32_t)__builtin_rintf(values[k] * inverse);
+      for (int k = 0; k < BLOCK; k++) sum += codes[k];
+      for (int k = 0; k < BLOCK; k++) out[k] = (int8_t)(wide ? (codes[k] + 64) >> 7 : codes[k]);
+      for (int k = 0; k < BLOCK && wide; k++) low[k] = (int8_t)(codes[k] - 128 * out[k]);
+      ((float *)task->scale)[row * blocks + block] = most / target;
       ((int32_t *)task->sum)[row * blocks + block] = sum;
     }
   }
@@ -393,7 +419,7 @@ int qq_linear(struct pool *pool, const struct linear *l, const float *x, int64_t
               int64_t y_stride, int64_t m) {
   struct task task = {.linear = l, .x = x, .y = y, .m = m, .x_stride = x_stride, .y_stride = y_stride};
   if (l->input != FLOAT_INPUT) {
-    const size_t blocks = (size_t)(m * (l->padded / BLOCK)), room = blocks * (BLOCK + 8);
+    const size_t blocks = (size_t)(m * (l->padded / BLOCK)), room = blocks * (2 * BLOCK + 8);
     if (pool->room < room) {
       free(pool->scratch);
       pool->scratch = malloc(room);

@@ -28,7 +28,7 @@ from qwen_quantize.formats.cast_rule import RNE_SATURATE
 from qwen_quantize.formats.tables import INT8
 from qwen_quantize.models.blueprint import LinearSite
 
-_HEAD_GROUP = 64  # columns of the head that share a scale where it is made int8 here
+_HEAD_GROUP = 32  # columns of the head that share a scale where it is made int8 here, as in Q8_0
 
 
 class HeadForm(StrEnum):
@@ -40,9 +40,9 @@ class HeadForm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FastOptions:
-    """int8_inputs: inputs of weight-only linears become int8, with a scale for each 32 elements."""
+    """given: what inputs of weight-only integer linears become. head: what the output head is kept as."""
 
-    int8_inputs: bool = False
+    given: Input = Input.INT16_BLOCKS
     head: HeadForm = HeadForm.STORED
 
 
@@ -117,9 +117,7 @@ class FastReader(ModelReader):
 
     def _input(self, kind: Kind, way: ChipCompute | None) -> tuple[Input, ActivationCast | None]:
         if way is None or way.cast is None:
-            return (
-                Input.INT8_BLOCKS if self.options.int8_inputs and kind is not Kind.E4M3 else Input.FLOAT
-            ), None
+            return Input.FLOAT if kind is Kind.E4M3 else self.options.given, None
         if way.cast == TokenCast(INT8, RNE_SATURATE) and kind is not Kind.E4M3:
             return Input.INT8_TOKEN, None
         return Input.FLOAT, way.cast
