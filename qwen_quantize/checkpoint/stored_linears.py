@@ -6,6 +6,7 @@ Nothing is kept in memory but names, so that several threads may read at once.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,6 +40,20 @@ _GROUPED: dict[StoredKind, Format] = {
     StoredKind.NVFP4: E2M1,
     StoredKind.HIF8: HIF8,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerParts:
+    """What an integer weight is made of: (codes - zero) * scale.
+
+    codes: int8 or uint8 [rows, columns]; scale: float32 [rows, groups]; zero: like it, None for none; index: int64
+    [columns], the group of each column where they do not stand in order.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    index: Tensor | None
 
 
 class LinearReader:
@@ -102,6 +117,24 @@ class LinearReader:
         """
         return self._codes(self.describe(module), start, stop)
 
+    def read_integers(self, module: str) -> IntegerParts:
+        """The undecoded parts of a whole integer weight; ValueError for a linear stored otherwise."""
+        stored = self.describe(module)
+        match stored.kind:
+            case StoredKind.INT8 | StoredKind.INT4:
+                return self._integers(stored, 0, stored.shape[0])
+            case StoredKind.AWQ | StoredKind.GPTQ:
+                return self._transposed(stored, 0, stored.shape[0])
+        raise ValueError(f"{module!r} is stored as {stored.kind}, which has no integer codes")
+
+    def read_row_codes(self, module: str) -> tuple[Tensor, Tensor]:
+        """(E4M3 codes uint8 [out, in], float32 scales [out, 1]) of a CHANNEL_FP8 linear; ValueError for others."""
+        stored = self.describe(module)
+        if stored.kind is not StoredKind.CHANNEL_FP8:
+            raise ValueError(f"{module!r} is stored as {stored.kind}, which has no scales of rows")
+        codes = self.source.read_rows(stored.weight, 0, stored.shape[0]).view(torch.uint8)
+        return codes, self._by_row(str(stored.scale), 0, stored.shape[0]).contiguous()
+
     def _codes(self, stored: StoredLinear, start: int, stop: int) -> tuple[Tensor, Tensor]:
         if stored.block is None or stored.scale is None:
             raise ValueError(f"{stored.module!r} is stored as {stored.kind}, which has no blocks")
@@ -161,6 +194,11 @@ class LinearReader:
         return self.source.read_rows(name, start, stop).float().reshape(stop - start, -1)
 
     def _decode_integers(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
+        parts = self._integers(stored, start, stop)
+        assert stored.group_size is not None
+        return scale_integers(parts.codes.float(), parts.scale, parts.zero, stored.group_size, parts.index)
+
+    def _integers(self, stored: StoredLinear, start: int, stop: int) -> IntegerParts:
         bits = 4 if stored.kind is StoredKind.INT4 else 8
         codes = self.source.read_rows(stored.weight, start, stop)
         if codes.dtype == torch.int32:
@@ -177,10 +215,15 @@ class LinearReader:
                 zero = unpack_rows(words, bits, start - first * 32 // bits, stop - start).float()
             else:
                 zero = self._by_row(stored.zero_point, start, stop)
-        assert stored.group_size is not None
-        return scale_integers(codes.float(), scale, zero, stored.group_size, index)
+        return IntegerParts(codes, scale, zero, index)
 
     def _decode_transposed(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
+        parts = self._transposed(stored, start, stop)
+        codes = parts.codes.float().contiguous()
+        assert stored.group_size is not None
+        return scale_integers(codes, parts.scale, parts.zero, stored.group_size, parts.index)
+
+    def _transposed(self, stored: StoredLinear, start: int, stop: int) -> IntegerParts:
         """AWQ and GPTQ: the output features are the last dimension, so that all bytes are read for any rows."""
         words, zeros = self.source.read(stored.weight), self.source.read(str(stored.zero_point))
         scale = self.source.read(str(stored.scale)).float()[:, start:stop].t()
@@ -199,8 +242,7 @@ class LinearReader:
         index = None
         if stored.group_index is not None:
             index = self._read_index(stored.group_index, scale.shape[1])
-        assert stored.group_size is not None
-        return scale_integers(codes.float().contiguous(), scale, zero, stored.group_size, index)
+        return IntegerParts(codes, scale, zero, index)
 
     def _read_index(self, name: str, groups: int) -> Tensor | None:
         index = self.source.read(name).long()

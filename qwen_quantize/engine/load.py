@@ -183,9 +183,8 @@ def load_model(reader: ModelReader, chip: Compute | None = None) -> Model:
         reader.read_layer(index, chip, resident=True) for index in range(reader.blueprint.num_layers)
     )
     final_norm, head = reader.read_head(chip)
-    if reader.blueprint.config.tie_word_embeddings:
-        plain = head.inner if isinstance(head, CappedGroup) else head
-        assert isinstance(plain, PlainGroup)
+    plain = head.inner if isinstance(head, CappedGroup) else head
+    if reader.blueprint.config.tie_word_embeddings and isinstance(plain, PlainGroup):
         embedding = plain.weight
     else:
         embedding = reader.read(reader.blueprint.family.embedding)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qwen_quantize.engine.attention import mix_grouped
+from qwen_quantize.engine.decode_step import DecodeStep
 from qwen_quantize.engine.delta_attention import mix_delta
 from qwen_quantize.engine.experts import route, run_experts, shared_expert
 from qwen_quantize.engine.kv_cache import AttentionCache, KVCache, TokenCache
@@ -100,6 +101,9 @@ class Model:
     final_norm: Tensor
     head: LinearGroup  # over the embedding itself when tied
     rotary: LayerRotary
+    step: DecodeStep | None = (
+        None  # what runs tokens one at a time, where the model has been loaded for speed
+    )
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +137,10 @@ class Model:
         hidden = self.embedding[tokens]
         if self.blueprint.family.scaled_embedding:
             hidden = hidden * self.blueprint.embedding_scale
+        if self.step is not None and cache is not None and self.step.takes(tokens, cache):
+            logits = self.step(hidden, cache)
+            cache.advance(1)
+            return logits
         for index, layer in enumerate(self.layers):
             hidden = run_layer(hidden, layer, index, self.blueprint, self.rotary, cache)
         if cache is not None:
