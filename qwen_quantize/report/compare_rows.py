@@ -52,7 +52,7 @@ class Recorded:
 
 def kind_of(record: Mapping[str, Any], path: str) -> Kind:
     """UserError for a document of any other kind."""
-    if all(isinstance(record.get(key), Mapping) for key in ("tool", "chip", "request", "source")):
+    if all(isinstance(record.get(key), Mapping) for key in ("tool", "chip", "source")):
         return Kind.MANIFEST
     if "decode_tokens_per_second" in record:
         return Kind.BENCH
