@@ -11,6 +11,7 @@ import qwen_quantize
 from qwen_quantize.cli.chips import chips_app
 from qwen_quantize.cli.compare_command import compare_command
 from qwen_quantize.cli.guard import guard
+from qwen_quantize.cli.init_ci import init_ci_command
 from qwen_quantize.cli.probe_command import probe_command
 from qwen_quantize.cli.statistics import statistics_app
 from qwen_quantize.errors import UserError
@@ -28,6 +29,7 @@ app.add_typer(
 )
 app.command("probe")(probe_command)
 app.command("compare")(compare_command)
+app.command("init-ci")(init_ci_command)
 
 EXPERT_POLICIES = ("shrink", "forced", "round")
 
