@@ -348,14 +348,16 @@ def test_commands_parse(name: str) -> None:
 
 @pytest.mark.parametrize("name", CI_FILES)
 def test_the_jobs_for_ci_run_what_the_program_takes(name: str) -> None:
-    lines = [line for line in text_of(name).splitlines() if re.search(r"qwen_quantize regress ", line)]
-    (line,) = (line for line in lines if "--before" in line)
-    arguments = shlex.split(line.partition("qwen_quantize ")[2])
-    assert complaint(arguments) is None
-    assert {"--before", "--after", "--junit"} <= set(arguments)
-    assert (
-        arguments[arguments.index("--junit") + 1] in text_of(name).rpartition("--junit")[2].partition("\n")[2]
-    )
+    found = []
+    for line in re.findall(r"^\s+qwen_quantize (.*)$", text_of(name), re.MULTILINE):
+        said = re.sub(r"\$\{\w+:\+([^}]*)\}", r"\1", re.split(r" > | \|\| ", line)[0])  # ${TEXT:+--text "$TEXT"}
+        found.append(shlex.split(said))
+        assert complaint(found[-1]) is None, line
+    assert {"probe", "eval", "compare", "report", "regress"} <= {arguments[0] for arguments in found}
+    gates = [arguments for arguments in found if "--junit" in arguments]
+    assert gates
+    assert all({"regress", "--before", "--after"} <= set(arguments) for arguments in gates)
+    assert all(arguments[arguments.index("--junit") + 1] == "regress.xml" for arguments in gates)
     for readme in READMES:
         assert f"]({name})" in text_of(readme)
 

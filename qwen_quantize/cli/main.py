@@ -9,7 +9,9 @@ import typer
 
 import qwen_quantize
 from qwen_quantize.cli.chips import chips_app
+from qwen_quantize.cli.compare_command import compare_command
 from qwen_quantize.cli.guard import guard
+from qwen_quantize.cli.init_ci import init_ci_command
 from qwen_quantize.cli.probe_command import probe_command
 from qwen_quantize.cli.statistics import statistics_app
 from qwen_quantize.errors import UserError
@@ -26,6 +28,8 @@ app.add_typer(
     statistics_app, name="statistics", help="Statistics that --collect has made: show and merge them."
 )
 app.command("probe")(probe_command)
+app.command("compare")(compare_command)
+app.command("init-ci")(init_ci_command)
 
 EXPERT_POLICIES = ("shrink", "forced", "round")
 

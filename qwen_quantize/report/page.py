@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
-from jinja2 import BaseLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from qwen_quantize.report import expert_plots, numbers, plots
+from qwen_quantize.report import expert_plots, plots
 from qwen_quantize.report.experts import summarize_experts
 from qwen_quantize.report.linears import Linear
 from qwen_quantize.report.record import Manifest, read_manifest
+from qwen_quantize.report.template import NARROW as _NARROW
+from qwen_quantize.report.template import WIDE as _WIDE
+from qwen_quantize.report.template import rendered
 
-_WIDE, _NARROW = 600.0, 340.0  # each large plot is drawn for both kinds of screen; the style sheet shows one
 _WORST = 10
 _MOST_STARVED = 40
 _MOST_NOTES = 40
@@ -50,24 +50,10 @@ def render_page(manifest: Mapping[str, Any]) -> str:
     a value has the wrong type.
     """
     record = read_manifest(manifest)
-    environment = Environment(
-        loader=BaseLoader(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {
-        "bytes": numbers.human_bytes,
-        "count": numbers.human_count,
-        "percent": numbers.percent,
-        "signed_percent": lambda value: numbers.percent(value, signed=True),
-        "significant": numbers.significant,
-        "scientific": numbers.scientific,
-        "decibels": numbers.decibels,
-        "integer": lambda value: f"{value:,}",
-        "shape": lambda shape: "×".join(str(size) for size in shape),
-    }
-    source = files("qwen_quantize.report").joinpath("page.html").read_text(encoding="utf-8")
     worst = record.worst_first
     listed = {linear.name for linear in worst[:_MOST_LINEARS]}
-    page: str = environment.from_string(source).render(
+    return rendered(
+        "page.html",
         m=record,
         v=record.validation,
         fidelity=(_sqnr_figure(record), _kl_figure(record)),
@@ -84,7 +70,6 @@ def render_page(manifest: Mapping[str, Any]) -> str:
         solver_notes=record.solver_notes(),
         assumed={assumption.field: assumption for assumption in record.assumptions},
     )
-    return page
 
 
 def kind_savings(linears: tuple[Linear, ...]) -> list[Saving]:
