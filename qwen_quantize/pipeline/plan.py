@@ -11,6 +11,7 @@ from qwen_quantize.calibrators.experts import ExpertPolicy
 from qwen_quantize.calibrators.gain import is_biased
 from qwen_quantize.calibrators.methods import METHODS, Method
 from qwen_quantize.checkpoint.completeness import check_tensors, stacked_experts
+from qwen_quantize.checkpoint.layout_parts import Destination
 from qwen_quantize.checkpoint.layouts import DEFAULT_LAYOUT, LAYOUTS, BlockLayout, Layout
 from qwen_quantize.checkpoint.planned_source import PlannedSource
 from qwen_quantize.checkpoint.source import CheckpointSource
@@ -19,8 +20,9 @@ from qwen_quantize.checkpoint.writer import OutputTensor
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, resolve_arithmetic
 from qwen_quantize.chip_profiles.devices import Resolution, resolve_device
 from qwen_quantize.chip_profiles.headroom import require_headroom
+from qwen_quantize.chip_profiles.leaf import Absent
 from qwen_quantize.chip_profiles.legality import Legality
-from qwen_quantize.engine.compute import compute_for
+from qwen_quantize.engine.compute import compute_for, compute_uncalibrated
 from qwen_quantize.engine.linear import ChipCompute
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import Scheme
@@ -65,9 +67,14 @@ class Plan:
         """Whether linears without data go block row by block row through the compiled converter."""
         return isinstance(self.layout, BlockLayout)
 
-    def chip_compute(self) -> ChipCompute:
-        """How this chip runs a quantized linear: the cast of its input, and its matrix unit where sums are narrow."""
-        return compute_for(self.scheme, self.arithmetic)
+    def chip_compute(self, input_scale: float | None = None) -> ChipCompute:
+        """How this chip runs a quantized linear: the cast of its input, and its matrix unit where sums are narrow.
+
+        input_scale: of a linear with static activations; without it, as far as is known before calibration.
+        """
+        if input_scale is None:
+            return compute_uncalibrated(self.scheme, self.arithmetic)
+        return compute_for(self.scheme, self.arithmetic, input_scale)
 
 
 def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
@@ -114,7 +121,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         raise UserError(
             f"--include: no text reaches the head in calibration, and {scheme.name} needs its inputs' size"
         )
-    layout = _choose_layout(recipe.layout, scheme)
+    layout = _choose_layout(recipe.layout, scheme).fitted(_destination(resolution, float_dtype(source)))
     choice = fit_scheme(recipe, scheme, selection, linears, float_dtype(source))
     tensors, notes = plan_tensors(source, linears, blueprint, selection, layout, choice.scheme)
     output_bytes = sum(output.nbytes for tensor in tensors for output in tensor.outputs)
@@ -156,6 +163,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
             *unseen,
             *selection.notes,
             *notes,
+            *layout.notes(dict.fromkeys(selection.quantized, choice.scheme)),
             *_next_token_notes(blueprint, candidates),
         ),
         memory=memory,
@@ -179,6 +187,11 @@ def _choose_layout(asked: str | None, scheme: Scheme) -> Layout:
     if asked not in LAYOUTS:
         raise UserError(f"--layout {asked!r} is not one of the layouts: {', '.join(LAYOUTS)}")
     return LAYOUTS[asked]
+
+
+def _destination(resolution: Resolution, dtype: str) -> Destination:
+    words = resolution.profile.facts.tiles.weight_layout.text()
+    return Destination(dtype, resolution.profile.name, None if isinstance(words, Absent) else words)
 
 
 def _candidates_by_name(source: CheckpointSource) -> Candidates:

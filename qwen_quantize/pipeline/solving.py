@@ -17,12 +17,14 @@ from qwen_quantize.calibrators.observers import InputStatistics
 from qwen_quantize.calibrators.output_gain import half_headroom, solve_with_output_gain
 from qwen_quantize.calibrators.problem import HessianFactor, LayerProblem, LayerSolution
 from qwen_quantize.checkpoint.compressed_tensors import settled_tensor_scale
+from qwen_quantize.checkpoint.layout_parts import static_input_scale
 from qwen_quantize.checkpoint.writer import OutputFolder
 from qwen_quantize.engine.linear import LinearGroup, PlainGroup, emulated
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.blocks import QuantizedTensor
 from qwen_quantize.formats.granularity import GranularityKind
+from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.records import (
     EXACT_DB,
@@ -99,9 +101,20 @@ def _solve(plan: Plan, problem: LayerProblem) -> LayerSolution:
     return solution
 
 
-def quantized_group(plan: Plan, plain: PlainGroup, solutions: Sequence[LayerSolution]) -> LinearGroup:
-    """The group as the chip will run it."""
-    return _emulated_group(plan, plain, [solution.quantized for solution in solutions])
+def quantized_group(
+    plan: Plan, plain: PlainGroup, solutions: Mapping[str, LayerSolution], input_amax: float | None
+) -> LinearGroup:
+    """The group as the chip will run it. solutions: by module; input_amax: the largest magnitude of their input."""
+    scale = None
+    if has_static_scale(plan.scheme):
+        assert plan.scheme.activation is not None
+        scale = float(static_input_scale(next(iter(solutions)), plan.scheme.activation, input_amax))
+    return _emulated_group(plan, plain, [solution.quantized for solution in solutions.values()], scale)
+
+
+def has_static_scale(scheme: Scheme) -> bool:
+    """Whether one scale for all of a linear's input is stored."""
+    return scheme.activation is not None and not scheme.dynamic
 
 
 def written_group(plan: Plan, folder: OutputFolder, modules: Sequence[str], plain: PlainGroup) -> LinearGroup:
@@ -111,13 +124,16 @@ def written_group(plan: Plan, folder: OutputFolder, modules: Sequence[str], plai
         outputs = plan.layout.outputs(module, shape, plan.scheme)
         stored = {output.name: folder.read(output.name) for output in outputs}
         weights.append(plan.layout.unpack(module, stored, shape, plan.scheme))
-    return _emulated_group(plan, plain, weights)
+    scale = float(folder.read(f"{modules[0]}.input_scale")) if has_static_scale(plan.scheme) else None
+    return _emulated_group(plan, plain, weights, scale)
 
 
-def _emulated_group(plan: Plan, plain: PlainGroup, quantized: Sequence[QuantizedTensor]) -> LinearGroup:
+def _emulated_group(
+    plan: Plan, plain: PlainGroup, quantized: Sequence[QuantizedTensor], input_scale: float | None
+) -> LinearGroup:
     values = [one.dequantize() for one in quantized]
     weight = values[0] if len(values) == 1 else torch.cat(values)
-    chip = plan.chip_compute()
+    chip = plan.chip_compute(input_scale)
     rows = torch.cat([_row_scale(one) for one in quantized]) if chip.bare else None
     return emulated(PlainGroup(weight, plain.bias, plain.sizes), chip, rows)
 
@@ -130,11 +146,22 @@ def _row_scale(quantized: QuantizedTensor) -> Tensor:
 
 
 def write_linear(
-    plan: Plan, folder: OutputFolder, module: str, solution: LayerSolution, input_amax: float | None = None
+    plan: Plan,
+    folder: OutputFolder,
+    module: str,
+    solution: LayerSolution,
+    input_amax: float | None = None,
+    bias: Tensor | None = None,
 ) -> LinearRecord:
-    """Put one solved linear into the output folder; input_amax: the largest magnitude that its input had."""
+    """Put one solved linear into the output folder.
+
+    input_amax: the largest magnitude that its input had; bias: what is added to its output, where that is known.
+    """
     quantized = solution.quantized
-    for name, tensor in plan.layout.pack(module, quantized, plan.scheme, input_amax).items():
+    packed = plan.layout.pack(module, quantized, plan.scheme, input_amax)
+    if bias is not None:
+        packed = plan.layout.with_bias(module, packed, bias)
+    for name, tensor in packed.items():
         folder.write(name, tensor)
     return LinearRecord(
         name=module,
