@@ -174,7 +174,8 @@ def _integers(
             f"the scales {scale.name!r} are {scale.dtype} {list(scale.shape)}; they must be by row"
         )
     rows, groups = scale.shape[0], scale.shape[1] if len(scale.shape) == 2 else 1
-    arrangement, shape = _arranged(tensors, info, rows, bits, kind, wanted)
+    grouped = groups * description.group_size if groups > 1 else 0
+    arrangement, shape = _arranged(tensors, info, rows, grouped, bits, kind)
     tensors.check_shape(shape, wanted, info.name)
     group_size = shape[1] if groups == 1 else description.group_size
     if not group_size or groups != -(-shape[1] // group_size):
@@ -203,19 +204,19 @@ def _integers(
 
 
 def _arranged(
-    tensors: ModuleTensors, info: TensorInfo, rows: int, bits: int, kind: str, wanted: tuple[int, int] | None
+    tensors: ModuleTensors, info: TensorInfo, rows: int, grouped: int, bits: int, kind: str
 ) -> tuple[Arrangement, tuple[int, int]]:
-    """How the codes lie, and (out, in): shapes tell, for versions of msModelSlim packed int4 in several ways."""
+    """How the codes lie, and (out, in): shapes tell, for versions of msModelSlim packed int4 in several ways.
+
+    grouped: columns that the scales speak of; 0 where they have no groups.
+    """
     stored, columns = info.shape
-    if stored == rows and (bits == 8 or kind == "W4A4_DYNAMIC"):
-        return Arrangement.ROWS, (rows, columns)
     if bits == 4 and 2 * stored == rows:
         return Arrangement.ROW_PAIRS, (rows, columns)
-    if kind == "W4A16" and stored == rows:
-        packed = wanted is not None and wanted[1] == 2 * columns
-        return (
-            (Arrangement.COLUMN_PAIRS, (rows, 2 * columns)) if packed else (Arrangement.ROWS, (rows, columns))
-        )
+    if kind == "W4A16" and stored == rows and grouped == 2 * columns:
+        return Arrangement.COLUMN_PAIRS, (rows, grouped)
+    if stored == rows and (bits == 8 or kind != "W4A8_DYNAMIC"):
+        return Arrangement.ROWS, (rows, columns)
     raise tensors.fail(
         f"tensor {info.name!r} has shape {list(info.shape)}, and its scales are those of {rows} rows: that is no {kind}"
     )

@@ -90,6 +90,11 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
             f"--quant-method {recipe.method!r} is not one of the methods here: {', '.join(sorted(METHODS))}"
         )
     scheme = base_scheme(recipe, method)
+    if needs_input_amax(scheme) and recipe.expert_policy is ExpertPolicy.ROUND:
+        raise UserError(
+            f"--expert-policy round leaves starved experts without statistics, and {scheme.name} stores the size of "
+            "each linear's inputs; take --expert-policy shrink"
+        )
     resolution = resolve_device(
         recipe.device,
         scheme,
