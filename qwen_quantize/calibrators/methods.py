@@ -26,7 +26,7 @@ class Method:
 
     uses_second_moments: of the inputs, for the solver or the transform; compensates: the solver wants their
     factors. damping, damping_floor: of those factors, see `factorize`. any_scheme: it fills every scheme without a
-    method of its own. needs_data: it means nothing without text.
+    method of its own. needs_data: it means nothing without text. also: schemes beside its own that it fills.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Method:
     transform: Transform = Transform.NONE
     any_scheme: bool = False
     needs_data: bool = False
+    also: tuple[str, ...] = ()
     compensates: bool = True
     damping: float = GRID_DAMPING
     damping_floor: float = GRID_FLOOR
@@ -46,7 +47,9 @@ def _narrow(scheme: str, description: str) -> Method:
     return Method(scheme, scheme, solve_compensated, True, description)
 
 
-def _eight_bit(scheme: str, description: str, transform: Transform = Transform.NONE) -> Method:
+def _eight_bit(
+    scheme: str, description: str, transform: Transform = Transform.NONE, also: tuple[str, ...] = ()
+) -> Method:
     """Eight bits leave little to win, so that damping protects what there is (see `DAMPING`)."""
     return Method(
         scheme,
@@ -55,6 +58,7 @@ def _eight_bit(scheme: str, description: str, transform: Transform = Transform.N
         True,
         description,
         transform,
+        also=also,
         damping=DAMPING,
         damping_floor=0.0,
     )
@@ -113,6 +117,7 @@ METHODS: dict[str, Method] = {
             "w8a8",
             "INT8 weights and activations; outliers moved into the weights by a searched strength",
             Transform.SMOOTHING,
+            also=("w8a8_static",),
         ),
         Method(
             "w4a8",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qwen_quantize.checkpoint.integer_weights import codes_of, words_of
 from qwen_quantize.checkpoint.layout_parts import (
+    UsualFolder,
     check_parts,
     one_scheme,
     refuse_partial_groups,
@@ -50,7 +51,7 @@ def unpack_interleaved(words: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class AwqLayout:
+class AwqLayout(UsualFolder):
     """See the module."""
 
     name: str

@@ -31,7 +31,24 @@ def describe_compressed(
     tensors: ModuleTensors, config: CompressedTensors, wanted: tuple[int, int] | None
 ) -> StoredLinear:
     """The linear with `weight` or `weight_packed`; UserError by name for whatever is missing or does not fit."""
-    found = _Description(tensors, config).run(wanted)
+    return _with_inputs(tensors, config, _Description(tensors, config).run(wanted))
+
+
+def describe_unpacked(
+    tensors: ModuleTensors, config: CompressedTensors, weight: TensorInfo, shape: tuple[int, int]
+) -> StoredLinear:
+    """A linear [N, K] whose elements lie in `weight` in an order of another's: scales and inputs are as usual."""
+    description = _Description(tensors, config)
+    integers = {"I8": StoredKind.INT8, "I32": StoredKind.INT4}
+    kind = integers.get(weight.dtype, StoredKind.CHANNEL_FP8)
+    found = StoredLinear(tensors.module, kind, shape, weight.name, (weight.name,))
+    scale = tensors.need_scale(tensors.present((_SCALE,)), weight, tensors.module + _SCALE)
+    if weight.dtype in integers:
+        return _with_inputs(tensors, config, description.with_groups(found, scale, packed=False))
+    return _with_inputs(tensors, config, description.bytes_of_floats(found, scale))
+
+
+def _with_inputs(tensors: ModuleTensors, config: CompressedTensors, found: StoredLinear) -> StoredLinear:
     kind, bits = _ELEMENTS[found.kind]
     form = config.inputs_of(found.module, kind, bits)
     if form is None:
@@ -130,7 +147,7 @@ class _Description:
             raise tensors.fail(
                 f"tensor {info.name!r} is {info.dtype}; packed weights are I32, or U8 for FP4 and FP6"
             )
-        shape = self.packed_shape()
+        shape = tensors.stored_shape(tensors.module + PACKED)
         tensors.check_shape(shape, wanted, info.name)
         widths = {-(-shape[1] * bits // 32): bits for bits in sorted(self.config.bits("int"))}
         if info.shape[0] != shape[0] or info.shape[1] not in widths:
@@ -143,23 +160,6 @@ class _Description:
         found = StoredLinear(tensors.module, kind, shape, info.name, parts)
         scale = tensors.need_scale(tensors.present((_SCALE,)), info, tensors.module + _SCALE)
         return self.with_groups(found, scale, packed=True)
-
-    def packed_shape(self) -> tuple[int, int]:
-        tensors = self.tensors
-        name = tensors.module + ".weight_shape"
-        if tensors.name(".weight_shape") is None:
-            raise tensors.fail(
-                f"{tensors.module + PACKED!r} is packed but {name!r} is missing; download the model again"
-            )
-        info = tensors.source.info(name)
-        if info.dtype not in ("I64", "I32") or tuple(info.shape) != (2,):
-            raise tensors.fail(
-                f"tensor {name!r} is {info.dtype} {list(info.shape)}; it must be two whole numbers"
-            )
-        rows, columns = (int(size) for size in tensors.source.read(name))
-        if min(rows, columns) < 1 or max(rows, columns) >= 1 << 31:
-            raise tensors.fail(f"tensor {name!r} holds {[rows, columns]}, which is no shape")
-        return rows, columns
 
     def with_groups(self, found: StoredLinear, scale: TensorInfo, *, packed: bool) -> StoredLinear:
         rows, columns = found.shape

@@ -24,10 +24,12 @@ from qwen_quantize.checkpoint.integer_weights import (
     unpack_sixes,
 )
 from qwen_quantize.checkpoint.layout_parts import (
+    UsualFolder,
     check_parts,
     float_dtype,
     read_scale,
     refuse_partial_groups,
+    static_input_scale,
     stored_scale,
 )
 from qwen_quantize.checkpoint.shards import OutputTensor
@@ -51,7 +53,7 @@ _VERSION = "0.20.1"
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedTensorsLayout:
+class CompressedTensorsLayout(UsualFolder):
     """See the module; `input_amax` is the largest magnitude that calibration saw in the linear's input."""
 
     name: str
@@ -123,7 +125,7 @@ class CompressedTensorsLayout:
                     found[output.name] = torch.tensor([_NVFP4_LARGEST]) / _known_amax(module, input_amax)
                 case "input_scale":
                     assert scheme.activation is not None
-                    found[output.name] = _known_amax(module, input_amax) / scheme.activation.format.max
+                    found[output.name] = static_input_scale(module, scheme.activation, input_amax)
         return found
 
     def unpack(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qwen_quantize.checkpoint.integer_weights import codes_of, words_of
 from qwen_quantize.checkpoint.layout_parts import (
+    UsualFolder,
     check_parts,
     one_scheme,
     refuse_partial_groups,
@@ -38,7 +39,7 @@ _FULL = 32  # GPTQModel packs and multiplies in units of this many features
 
 
 @dataclass(frozen=True, slots=True)
-class GptqLayout:
+class GptqLayout(UsualFolder):
     """See the module."""
 
     name: str

@@ -3,18 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from qwen_quantize.checkpoint.shards import OutputTensor
+from qwen_quantize.checkpoint.shards import DEFAULT_STEM, OutputTensor
 from qwen_quantize.checkpoint.tensor_info import DTYPES, torch_shape
 from qwen_quantize.errors import UserError
+from qwen_quantize.formats.cast_rule import RNE_SATURATE
+from qwen_quantize.formats.rounding import quantize_values
 from qwen_quantize.formats.schemes import Scheme, TensorSpec
-from qwen_quantize.formats.spec import Format
+from qwen_quantize.formats.spec import FloatFormat, Format
 from qwen_quantize.formats.tables import BF16, FP16, FP32
 
 _FLOAT_DTYPES: dict[Format, str] = {FP16: "F16", BF16: "BF16", FP32: "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """What a layout may have to know of model and chip before it plans a tensor.
+
+    dtype: of the model's unquantized tensors, a safetensors name. weight_layout: the chip profile's words on how its
+    matrix unit wants weights, None where no document says.
+    """
+
+    dtype: str
+    chip: str
+    weight_layout: str | None
+
+
+class UsualFolder:
+    """What most layouts' folders are like: `model.safetensors`, and no file that describes the tensors."""
+
+    __slots__ = ()
+
+    @property
+    def weights_stem(self) -> str:
+        return DEFAULT_STEM
+
+    def fitted(self, destination: Destination) -> Self:  # noqa: ARG002
+        return self
+
+    def with_bias(self, module: str, packed: Mapping[str, Tensor], bias: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
+        return dict(packed)
+
+    def side_files(
+        self,
+        schemes: Mapping[str, Scheme],  # noqa: ARG002
+        tensors: Sequence[OutputTensor],  # noqa: ARG002
+    ) -> dict[str, bytes]:
+        return {}
+
+    def notes(self, schemes: Mapping[str, Scheme]) -> tuple[str, ...]:  # noqa: ARG002
+        return ()
+
+
+def static_input_scale(module: str, spec: TensorSpec, amax: float | None) -> Tensor:
+    """float32 [1]: the one scale of a linear's input, in the type that its engine holds it in.
+
+    amax: the largest magnitude that calibration saw, which becomes the largest code. ValueError where it is no
+    positive number.
+    """
+    if amax is None or not 0 < amax < float("inf"):
+        raise ValueError(
+            f"{module}: a static input scale needs the largest magnitude of the input, got {amax}"
+        )
+    scale = torch.tensor([amax], dtype=torch.float32) / spec.format.max
+    if spec.scale_format == FP32:
+        return scale
+    assert isinstance(spec.scale_format, FloatFormat)
+    return quantize_values(scale, spec.scale_format, RNE_SATURATE).clamp(min=spec.scale_format.min_normal)
 
 
 def float_dtype(scale_format: Format) -> str:

@@ -9,12 +9,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from qwen_quantize.checkpoint.ascend_description import AscendDescription
+from qwen_quantize.checkpoint.ascend_layout import ASCEND
 from qwen_quantize.checkpoint.awq_layout import AWQ, AwqConfig, parse_awq
 from qwen_quantize.checkpoint.compressed_config import CompressedTensors, parse_compressed_tensors
 from qwen_quantize.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from qwen_quantize.checkpoint.gptq_layout import GPTQ, GptqConfig, parse_gptq
-from qwen_quantize.checkpoint.layout_parts import check_parts, one_scheme, read_scale, stored_scale
+from qwen_quantize.checkpoint.layout_parts import (
+    Destination,
+    UsualFolder,
+    check_parts,
+    one_scheme,
+    read_scale,
+    stored_scale,
+)
 from qwen_quantize.checkpoint.shards import OutputTensor
+from qwen_quantize.checkpoint.tiles_layout import METHOD as TILES_METHOD
+from qwen_quantize.checkpoint.tiles_layout import TILES, TilesConfig, parse_tiles
 from qwen_quantize.checkpoint.word_config import auto_round_packing
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.activation_form import ActivationForm
@@ -56,13 +67,40 @@ class Layout(Protocol):
         """The inverse of `pack`; UserError where a tensor is missing or does not fit."""
         ...
 
-    def quantization_config(self, schemes: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config` of config.json: schemes by module, and the modules that stay."""
+    def quantization_config(
+        self, schemes: Mapping[str, Scheme], kept: Sequence[str]
+    ) -> dict[str, Any] | None:
+        """The `quantization_config` of config.json: schemes by module, and the modules that stay. None: no such key."""
+        ...
+
+    # What follows is in `UsualFolder` for layouts that are like most.
+
+    @property
+    def weights_stem(self) -> str:
+        """What the names of the files with the weights begin with."""
+        ...
+
+    def fitted(self, destination: Destination) -> Layout:
+        """The layout as it is for one model and chip; UserError where it cannot be."""
+        ...
+
+    def with_bias(self, module: str, packed: Mapping[str, Tensor], bias: Tensor) -> dict[str, Tensor]:
+        """What `pack` gave, for a linear with a bias, float32 [N]: where kernels add the bias in their own type."""
+        ...
+
+    def side_files(
+        self, schemes: Mapping[str, Scheme], tensors: Sequence[OutputTensor]
+    ) -> Mapping[str, bytes]:
+        """Files beside the weights that say how they are stored; tensors: all of the folder."""
+        ...
+
+    def notes(self, schemes: Mapping[str, Scheme]) -> tuple[str, ...]:
+        """What the user has to know of these schemes in this layout."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class BlockLayout:
+class BlockLayout(UsualFolder):
     """FP8 weights with a grid of block scales beside them.
 
     weight_dtype, scale_dtype: safetensors names; scale_suffix replaces nothing, it follows the module's
@@ -139,7 +177,7 @@ DEEPSEEK_FP8 = BlockLayout(
 
 
 @dataclass(frozen=True, slots=True)
-class PlainHif8Layout:
+class PlainHif8Layout(UsualFolder):
     """HiFloat8 codes as bytes and a float32 scale for each row, which no engine but this program's reads yet."""
 
     name: str
@@ -185,7 +223,7 @@ class PlainHif8Layout:
 HIF8_PLAIN = PlainHif8Layout(name="hif8-plain", readers=("qwen_quantize",))
 
 LAYOUTS: dict[str, Layout] = {
-    layout.name: layout for layout in (DEEPSEEK_FP8, COMPRESSED_TENSORS, AWQ, GPTQ, HIF8_PLAIN)
+    layout.name: layout for layout in (DEEPSEEK_FP8, COMPRESSED_TENSORS, AWQ, GPTQ, ASCEND, TILES, HIF8_PLAIN)
 }
 
 # Scheme name -> the layout that most of its readers load.
@@ -197,6 +235,7 @@ DEFAULT_LAYOUT: dict[str, str] = {
     "nvfp4": COMPRESSED_TENSORS.name,
     "fp8": COMPRESSED_TENSORS.name,
     "w8a8": COMPRESSED_TENSORS.name,
+    "w8a8_static": COMPRESSED_TENSORS.name,
     "w4a16": COMPRESSED_TENSORS.name,
     "w8a16": COMPRESSED_TENSORS.name,
     "w4a8": COMPRESSED_TENSORS.name,
@@ -235,7 +274,9 @@ class Hif8Config:
         return "HiFloat8"
 
 
-Quantization = BlockFp8Config | CompressedTensors | AwqConfig | GptqConfig | Hif8Config
+Quantization = (
+    BlockFp8Config | CompressedTensors | AwqConfig | GptqConfig | Hif8Config | AscendDescription | TilesConfig
+)
 
 
 def deepseek_quantization_config(block: tuple[int, int], kept_modules: Sequence[str]) -> dict[str, Any]:
@@ -278,6 +319,8 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
             return parse_gptq(found)
         case "hif8":
             return _parse_hif8(found)
+        case method if method == TILES_METHOD:
+            return parse_tiles(found)
     return parse_quantization_config(config)
 
 

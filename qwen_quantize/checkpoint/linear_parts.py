@@ -25,6 +25,9 @@ class StoredKind(StrEnum):
     PLAIN = "plain"
     BLOCK_FP8 = "block_fp8"
     CHANNEL_FP8 = "channel_fp8"  # one scale for each row, or one for all
+    INT8_STATIC = (
+        "int8_static"  # its scales are those of the sums: of the weight's row times of the input (Ascend)
+    )
     INT8 = "int8"  # a byte each, of int4 too where inputs are cast (compressed-tensors)
     INT4 = "int4"
     MXFP8 = "mxfp8"
@@ -36,6 +39,22 @@ class StoredKind(StrEnum):
     GPTQ = "gptq"  # integers, transposed
 
 
+class Arrangement(StrEnum):
+    """Where in the tensor of a weight its elements lie, as far as the kind does not say it."""
+
+    ROWS = "rows"
+    ROW_PAIRS = "row_pairs"  # int4 of two rows in a byte, the even row in the low nibble
+    COLUMN_PAIRS = "column_pairs"  # int4 of two columns in a byte, the even column in the low nibble
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of a matrix unit: rows of the reduction axis, and the bytes of a row."""
+
+    rows: int
+    bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
     """One linear and the tensors that make it.
@@ -44,7 +63,8 @@ class StoredLinear:
     block: (rows, columns) that share a scale, only for BLOCK_FP8. group_size: columns that share a scale, the
     whole row where each row has one. `scale` multiplies; zero_point is subtracted before that. tensor_scale:
     NVFP4's scale of the whole weight, which divides. group_index: a tensor with the group of each column.
-    activation: what the config says becomes of the input, None where it stays.
+    activation: what the config says becomes of the input, None where it stays. tiles: the weight is stored in these.
+    bias_steps: the tensor with the bias in steps of the sums. zero_offset: a tensor that must hold zeros.
     """
 
     module: str
@@ -59,6 +79,10 @@ class StoredLinear:
     group_size: int | None = None
     tensor_scale: str | None = None
     activation: ActivationForm | None = None
+    arrangement: Arrangement = Arrangement.ROWS
+    tiles: Tiles | None = None
+    bias_steps: str | None = None
+    zero_offset: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +160,21 @@ class ModuleTensors:
         name = self.module + suffix
         shape = self.source.info(name).shape if name in self.names else (1,)
         return self.part(suffix, ("F32",), shape if math.prod(shape) == 1 else (1,), weight)
+
+    def stored_shape(self, weight: str) -> tuple[int, int]:
+        """The (out, in) that `weight_shape` holds for a packed weight; UserError where it is missing or none."""
+        name = self.module + ".weight_shape"
+        if name not in self.names:
+            raise self.fail(f"{weight!r} is packed but {name!r} is missing; download the model again")
+        info = self.source.info(name)
+        if info.dtype not in ("I64", "I32") or tuple(info.shape) != (2,):
+            raise self.fail(
+                f"tensor {name!r} is {info.dtype} {list(info.shape)}; it must be two whole numbers"
+            )
+        rows, columns = (int(size) for size in self.source.read(name))
+        if min(rows, columns) < 1 or max(rows, columns) >= 1 << 31:
+            raise self.fail(f"tensor {name!r} holds {[rows, columns]}, which is no shape")
+        return rows, columns
 
     def group_index(self, suffix: str, columns: int) -> str | None:
         """The tensor that names each column's group, None where there is none; UserError for another shape."""

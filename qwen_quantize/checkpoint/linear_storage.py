@@ -9,11 +9,19 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from qwen_quantize.checkpoint.ascend_description import AscendDescription, parse_description
+from qwen_quantize.checkpoint.ascend_storage import ASCEND_PARTS, describe_ascend
 from qwen_quantize.checkpoint.awq_layout import AwqConfig, describe_awq
 from qwen_quantize.checkpoint.compressed_config import CompressedTensors
 from qwen_quantize.checkpoint.compressed_storage import describe_compressed
 from qwen_quantize.checkpoint.gptq_layout import GptqConfig, describe_gptq
-from qwen_quantize.checkpoint.layouts import DEEPSEEK_FP8, BlockFp8Config, Hif8Config, parse_quantization
+from qwen_quantize.checkpoint.layouts import (
+    DEEPSEEK_FP8,
+    BlockFp8Config,
+    Hif8Config,
+    Quantization,
+    parse_quantization,
+)
 from qwen_quantize.checkpoint.linear_parts import (
     PACKED,
     PLAIN_DTYPES,
@@ -23,8 +31,10 @@ from qwen_quantize.checkpoint.linear_parts import (
     StoredKind,
     StoredLinear,
 )
+from qwen_quantize.checkpoint.safetensors_folder import SafetensorsFolder
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.tensor_info import TensorInfo
+from qwen_quantize.checkpoint.tiles_layout import TilesConfig, describe_tiles
 
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
@@ -45,7 +55,7 @@ class LinearStorage:
 
     def __init__(self, source: CheckpointSource) -> None:
         self.source = source
-        self.quantization = parse_quantization(source.config)
+        self.quantization = _quantization_of(source)
         self._names = frozenset(source.names())
 
     def companions(self) -> frozenset[str]:
@@ -56,6 +66,8 @@ class LinearStorage:
         module, _, suffix = name.rpartition(".")
         suffix = f".{suffix}"
         weight = module + WEIGHT
+        if isinstance(self.quantization, AscendDescription) and suffix in ASCEND_PARTS:
+            return weight in self._names
         if suffix == ".scale":  # too plain a name to be one without a closer look
             return weight in self._names and self.source.info(weight).dtype in ("F8_E4M3", "I8")
         if suffix in _STATIC_PARTS:
@@ -86,6 +98,11 @@ class LinearStorage:
         shape: (out, in) as the model has it.
         """
         tensors = self._tensors(module)
+        match self.quantization:
+            case AscendDescription() as description:
+                return _nonempty(tensors, describe_ascend(tensors, description, shape))
+            case TilesConfig() as tiles:
+                return _nonempty(tensors, describe_tiles(tensors, tiles, shape))
         found = tensors.present((WEIGHT, PACKED, WORDS))
         if len(found) > 1:
             raise tensors.fail(f"{found[0]} and {found[1]} are the same weight stored twice")
@@ -95,11 +112,7 @@ class LinearStorage:
             stored = self._describe_words(tensors, shape)
         else:
             stored = self._describe_bytes(tensors, shape)
-        if 0 in stored.shape and stored.kind is not StoredKind.PLAIN:
-            raise tensors.fail(
-                f"tensor {stored.weight!r} makes a weight of shape {list(stored.shape)}: it is empty"
-            )
-        return stored
+        return _nonempty(tensors, stored)
 
     def _describe_bytes(self, tensors: ModuleTensors, shape: tuple[int, int] | None) -> StoredLinear:
         info = tensors.matrix(WEIGHT)
@@ -152,6 +165,21 @@ class LinearStorage:
             f"tensor {info.name!r} is {info.dtype}; such words need a quantization_config of the method 'awq' or "
             "'gptq' in config.json"
         )
+
+
+def _quantization_of(source: CheckpointSource) -> Quantization | None:
+    """What the files beside the weights say; engines look for msModelSlim's before they open config.json."""
+    if isinstance(source, SafetensorsFolder) and source.description is not None:
+        return parse_description(source.description, source.config)
+    return parse_quantization(source.config)
+
+
+def _nonempty(tensors: ModuleTensors, stored: StoredLinear) -> StoredLinear:
+    if 0 in stored.shape and stored.kind is not StoredKind.PLAIN:
+        raise tensors.fail(
+            f"tensor {stored.weight!r} makes a weight of shape {list(stored.shape)}: it is empty"
+        )
+    return stored
 
 
 def _scale_of(tensors: ModuleTensors, suffixes: Iterable[str], info: TensorInfo) -> TensorInfo:

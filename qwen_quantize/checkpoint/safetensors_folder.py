@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qwen_quantize.checkpoint.ascend_description import DESCRIPTION_FILE, MAX_DESCRIPTION_BYTES
 from qwen_quantize.checkpoint.direct_io import LEAST_BYTES, read_range
 from qwen_quantize.checkpoint.json_file import read_object
 from qwen_quantize.checkpoint.local_files import contained_file, find_side_files, is_plain_name
@@ -35,7 +36,8 @@ class SafetensorsFolder:
     """A checkpoint in a folder. Every header is validated when it is opened; data is read on demand.
 
     Data is read by position into fresh memory and never mapped: a map would count as resident memory, and
-    a file that is cut while it is mapped would kill the process.
+    a file that is cut while it is mapped would kill the process. description: of msModelSlim's file beside
+    config.json, None where there is none.
     """
 
     kind = "safetensors"
@@ -51,6 +53,9 @@ class SafetensorsFolder:
         self.config: dict[str, Any] = read_object(
             contained_file(folder, "config.json"), MAX_CONFIG_BYTES, allow_infinite=True
         )
+        self.description: dict[str, Any] | None = None
+        if DESCRIPTION_FILE in present:
+            self.description = read_object(contained_file(folder, DESCRIPTION_FILE), MAX_DESCRIPTION_BYTES)
         self._headers, self._tensors = _open_shards(folder, present)
         self._files = PositionedReads()
         self._once = False
@@ -146,6 +151,8 @@ class SafetensorsFolder:
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         digest.update(json.dumps(self.config, sort_keys=True).encode())
+        if self.description is not None:
+            digest.update(json.dumps(self.description, sort_keys=True).encode())
         for header in self._headers:
             for part in (header.file.name.encode(), str(header.file_bytes).encode(), header.raw):
                 digest.update(len(part).to_bytes(8, "little"))
@@ -165,16 +172,17 @@ def _open_shards(
 ) -> tuple[tuple[SafetensorsHeader, ...], dict[str, StoredTensor]]:
     """The headers in file order and all tensors by name; what the index says is held against the headers."""
     weight_map: dict[str, str] | None = None
-    if INDEX_FILE in present:
-        weight_map = _read_index(folder)
+    single, index = _weight_files(folder, present)
+    if index in present:
+        weight_map = _read_index(folder, index)
         files = sorted(set(weight_map.values()))
-        if SINGLE_FILE in present and files != [SINGLE_FILE]:
+        if single in present and files != [single]:
             raise UserError(
-                f"{folder} holds both {SINGLE_FILE} and {INDEX_FILE}, which lists other files; remove the "
+                f"{folder} holds both {single} and {index}, which lists other files; remove the "
                 "one that is left over"
             )
-    elif SINGLE_FILE in present:
-        files = [SINGLE_FILE]
+    elif single in present:
+        files = [single]
     else:
         raise UserError(_no_weights(folder, present))
     headers = tuple(read_header(contained_file(folder, name)) for name in files)
@@ -190,7 +198,7 @@ def _open_shards(
     for name, file in (weight_map or {}).items():
         if name not in tensors or tensors[name].info.file.name != file:
             raise UserError(
-                f"{folder / INDEX_FILE} lists tensor {name!r} in {file}, which does not hold it; "
+                f"{folder / index} lists tensor {name!r} in {file}, which does not hold it; "
                 "download the model again"
             )
     if not tensors:
@@ -198,9 +206,28 @@ def _open_shards(
     return headers, tensors
 
 
-def _read_index(folder: Path, *, may_be_missing: bool = False) -> dict[str, str]:
+def _weight_files(folder: Path, present: list[str]) -> tuple[str, str]:
+    """(the one file of weights, the index of several), by their usual names or by those of an Ascend checkpoint.
+
+    msModelSlim's older versions put the type into the names, so that there they are found by their endings.
+    """
+    if DESCRIPTION_FILE not in present:
+        return SINGLE_FILE, INDEX_FILE
+    ending = ".safetensors.index.json"
+    stems = [name.removesuffix(ending) for name in present if name.endswith(ending)]
+    stems = stems or [name.removesuffix(".safetensors") for name in present if name.endswith(".safetensors")]
+    if len(stems) > 1:
+        raise UserError(
+            f"{folder} holds weights or indices of {' and '.join(map(repr, stems[:3]))} beside {DESCRIPTION_FILE}; "
+            "one set is left over from another model, remove it"
+        )
+    stem = stems[0] if stems else "model"
+    return f"{stem}.safetensors", f"{stem}{ending}"
+
+
+def _read_index(folder: Path, name: str = INDEX_FILE, *, may_be_missing: bool = False) -> dict[str, str]:
     """The `weight_map`, tensor to plain file name. Its total size is not trusted and not used."""
-    path = contained_file(folder, INDEX_FILE)
+    path = contained_file(folder, name)
     weight_map = read_object(path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{path} must map tensors to files under 'weight_map', found {weight_map!r:.80}")
@@ -238,7 +265,7 @@ def find_missing_weights(folder: Path) -> MissingWeights | None:
         present = {entry.name for entry in folder.iterdir()}
     except OSError as error:
         raise UserError(f"{folder} cannot be listed: {error.strerror}") from error
-    if INDEX_FILE in present:
+    if INDEX_FILE in present and DESCRIPTION_FILE not in present:
         weight_map = _read_index(folder, may_be_missing=True)
         files = tuple(sorted(set(weight_map.values()) - present))
         return MissingWeights(files, weight_map) if files else None

@@ -10,6 +10,7 @@ from qwen_quantize.checkpoint.safetensors_header import LENGTH_BYTES
 from qwen_quantize.checkpoint.tensor_info import DTYPES, storage_bits
 
 DEFAULT_SHARD_BYTES = 4_500_000_000
+DEFAULT_STEM = "model"
 
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 
@@ -42,12 +43,13 @@ class ShardPlan:
 
 
 def plan_shards(
-    tensors: Sequence[OutputTensor], max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    tensors: Sequence[OutputTensor], max_shard_bytes: int = DEFAULT_SHARD_BYTES, stem: str = DEFAULT_STEM
 ) -> tuple[ShardPlan, ...]:
     """Distribute tensors over files of at most `max_shard_bytes` of data, in the order given.
 
     A larger tensor gets a file of its own. Within a file the order is the safetensors library's: dtypes from
-    wide to narrow, then names. Raises ValueError for a name given twice, an unknown dtype or half a byte.
+    wide to narrow, then names. stem: what the names of the files begin with. Raises ValueError for a name given
+    twice, an unknown dtype or half a byte.
     """
     groups: list[list[OutputTensor]] = [[]]
     filled = 0
@@ -61,9 +63,9 @@ def plan_shards(
         filled += tensor.nbytes
     count = len(groups)
     names = (
-        ["model.safetensors"]
+        [f"{stem}.safetensors"]
         if count == 1
-        else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        else [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     )
     return tuple(_plan_shard(name, group) for name, group in zip(names, groups, strict=True))
 
@@ -105,8 +107,15 @@ def _plan_shard(file: str, tensors: Sequence[OutputTensor]) -> ShardPlan:
     )
 
 
+def index_name(plan: Sequence[ShardPlan]) -> str:
+    """The name of the index beside a plan's files."""
+    first = plan[0].file.removesuffix(".safetensors")
+    stem = first if len(plan) == 1 else first.rsplit("-", 3)[0]
+    return f"{stem}.safetensors.index.json"
+
+
 def index_bytes(plan: Sequence[ShardPlan]) -> bytes:
-    """`model.safetensors.index.json` of a plan."""
+    """The index of a plan, `model.safetensors.index.json` by its usual name."""
     weight_map = {name: shard.file for shard in plan for name in shard.tensors}
     total = sum(tensor.nbytes for shard in plan for tensor in shard.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qwen_quantize.checkpoint.ascend_layout import read_deq_scale
+from qwen_quantize.checkpoint.ascend_packing import bias_of_steps, unpack_int4_pairs
 from qwen_quantize.checkpoint.awq_layout import unpack_interleaved
 from qwen_quantize.checkpoint.gptq_layout import GptqConfig, unpack_transposed
 from qwen_quantize.checkpoint.integer_weights import (
@@ -21,12 +23,21 @@ from qwen_quantize.checkpoint.integer_weights import (
 )
 from qwen_quantize.checkpoint.layout_parts import read_scale
 from qwen_quantize.checkpoint.layouts import BlockFp8Config, Quantization
-from qwen_quantize.checkpoint.linear_parts import PLAIN_DTYPES, WEIGHT_SUFFIXES, StoredKind, StoredLinear
+from qwen_quantize.checkpoint.linear_parts import (
+    PLAIN_DTYPES,
+    WEIGHT_SUFFIXES,
+    Arrangement,
+    StoredKind,
+    StoredLinear,
+)
 from qwen_quantize.checkpoint.linear_storage import LinearStorage
 from qwen_quantize.checkpoint.source import CheckpointSource
+from qwen_quantize.checkpoint.tiles_layout import elements_of_tiles
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.block_kernels import dequantize_blocks
-from qwen_quantize.formats.packing import unpack_nibble_pairs
+from qwen_quantize.formats.cast_rule import RNE_SATURATE
+from qwen_quantize.formats.packing import signed_nibbles, unpack_nibble_pairs
+from qwen_quantize.formats.rounding import quantize_values
 from qwen_quantize.formats.spec import Format
 from qwen_quantize.formats.tables import E2M1, E2M3, E4M3FN, HIF8
 
@@ -54,6 +65,11 @@ class IntegerParts:
     scale: Tensor
     zero: Tensor | None
     index: Tensor | None
+
+
+_BITS_IN_TILES = {
+    StoredKind.INT4: 4, StoredKind.INT8: 8, StoredKind.CHANNEL_FP8: 8, StoredKind.BLOCK_FP8: 8, StoredKind.MXFP8: 8,
+}  # fmt: skip
 
 
 class LinearReader:
@@ -135,13 +151,70 @@ class LinearReader:
         codes = self.source.read_rows(stored.weight, 0, stored.shape[0]).view(torch.uint8)
         return codes, self._by_row(str(stored.scale), 0, stored.shape[0]).contiguous()
 
+    def sum_row_scale(self, stored: StoredLinear) -> Tensor:
+        """float32 [out]: what multiplies the rows of an INT8_STATIC weight, the sums' scales less the input's.
+
+        The input's is as the engine holds it; UserError where one is no positive number.
+        """
+        form = stored.activation
+        assert form is not None
+        assert form.input_scale is not None
+        assert stored.scale is not None
+        try:
+            scale = read_deq_scale(self.source.read(stored.scale))
+        except ValueError as error:
+            raise UserError(f"{self.source.path}: tensor {stored.scale!r}: {error}") from error
+        of_input = quantize_values(
+            self.source.read(form.input_scale).float(), form.scale_format, RNE_SATURATE
+        )
+        for name, values in ((stored.scale, scale), (form.input_scale, of_input)):
+            if not bool((values.isfinite() & (values > 0)).all()):
+                raise UserError(
+                    f"{self.source.path}: tensor {name!r} holds scales that are no positive numbers"
+                )
+        return scale / of_input
+
+    def integer_bias(self, module: str) -> Tensor | None:
+        """float32 [out]: the bias that an INT8_STATIC linear's kernel adds as integers; None for other kinds."""
+        if not self.is_quantized(module):
+            return None
+        stored = self.describe(module)
+        if stored.bias_steps is None:
+            return None
+        form = stored.activation
+        assert form is not None
+        scale = read_deq_scale(self.source.read(str(stored.scale)))
+        offset, sums = 0, torch.zeros(stored.shape[0], dtype=torch.int64)
+        if form.input_zero_point is not None:
+            offset = int(self.source.read(form.input_zero_point).float())
+            sums = self._elements(stored, 0, stored.shape[0]).sum(dim=1, dtype=torch.int64)
+        return bias_of_steps(self.source.read(stored.bias_steps), scale, offset, sums)
+
+    def _elements(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
+        """The elements of some rows in the order of rows; packed ones stay packed unless rows share a byte."""
+        if stored.tiles is not None:
+            across = stored.tiles.bytes * 8 // _BITS_IN_TILES[stored.kind]
+            first, last = start // across, -(-stop // across)
+            tiled = self.source.read_rows(stored.weight, first, last)
+            skip = start - first * across
+            return elements_of_tiles(tiled, (skip + stop - start, stored.shape[1]))[skip:]
+        match stored.arrangement:
+            case Arrangement.ROW_PAIRS:
+                pairs = self.source.read_rows(stored.weight, start // 2, -(-stop // 2))
+                return unpack_int4_pairs(pairs)[start % 2 :][: stop - start]
+            case Arrangement.COLUMN_PAIRS:
+                return signed_nibbles(
+                    unpack_nibble_pairs(self.source.read_rows(stored.weight, start, stop).view(torch.uint8))
+                )
+        return self.source.read_rows(stored.weight, start, stop)
+
     def _codes(self, stored: StoredLinear, start: int, stop: int) -> tuple[Tensor, Tensor]:
         if stored.block is None or stored.scale is None:
             raise ValueError(f"{stored.module!r} is stored as {stored.kind}, which has no blocks")
         rows = stored.block[0]
         if start % rows:
             raise ValueError(f"rows of {stored.module!r} begin at multiples of {rows}, not at {start}")
-        codes = self.source.read_rows(stored.weight, start, stop).view(torch.uint8)
+        codes = self._elements(stored, start, stop).view(torch.uint8)
         scale = self.source.read_rows(stored.scale, start // rows, -(-stop // rows)).float()
         return codes, scale
 
@@ -154,9 +227,13 @@ class LinearReader:
                 codes, scale = self._codes(stored, start, stop)
                 return dequantize_blocks(codes, scale, E4M3FN, *stored.block)
             case StoredKind.CHANNEL_FP8:
-                codes = self.source.read_rows(stored.weight, start, stop).view(torch.uint8)
+                codes = self._elements(stored, start, stop).view(torch.uint8)
                 scale = self._by_row(str(stored.scale), start, stop).contiguous()
                 return dequantize_blocks(codes, scale, E4M3FN, 1, max(stored.shape[1], 1))
+            case StoredKind.INT8_STATIC:
+                codes = self._elements(stored, start, stop).float()
+                codes *= self.sum_row_scale(stored)[start:stop, None]
+                return codes
             case StoredKind.INT8 | StoredKind.INT4:
                 return self._decode_integers(stored, start, stop)
             case StoredKind.AWQ | StoredKind.GPTQ:
@@ -165,7 +242,7 @@ class LinearReader:
 
     def _decode_grouped(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
         fmt = _GROUPED[stored.kind]
-        codes = self.source.read_rows(stored.weight, start, stop)
+        codes = self._elements(stored, start, stop)
         if fmt == E2M1:
             codes = unpack_nibble_pairs(codes)
         elif fmt == E2M3:
@@ -200,10 +277,15 @@ class LinearReader:
 
     def _integers(self, stored: StoredLinear, start: int, stop: int) -> IntegerParts:
         bits = 4 if stored.kind is StoredKind.INT4 else 8
-        codes = self.source.read_rows(stored.weight, start, stop)
+        codes = self._elements(stored, start, stop)
         if codes.dtype == torch.int32:
             codes = unpack_columns(codes, bits, stored.shape[1])
         scale = self._by_row(str(stored.scale), start, stop)
+        if stored.zero_offset is not None and bool(self._by_row(stored.zero_offset, start, stop).any()):
+            raise UserError(
+                f"{self.source.path}: tensor {stored.zero_offset!r} holds offsets, and the kernels that cast their "
+                "inputs have none"
+            )
         index = None
         if stored.group_index is not None:
             index = self._read_index(stored.group_index, scale.shape[1])

@@ -24,8 +24,7 @@ from qwen_quantize.checkpoint.disk import (
     write_at,
 )
 from qwen_quantize.checkpoint.local_files import is_plain_name
-from qwen_quantize.checkpoint.safetensors_folder import INDEX_FILE
-from qwen_quantize.checkpoint.shards import OutputTensor, ShardPlan, index_bytes, plan_shards
+from qwen_quantize.checkpoint.shards import OutputTensor, ShardPlan, index_bytes, index_name, plan_shards
 from qwen_quantize.checkpoint.staging import StagingFolder
 from qwen_quantize.checkpoint.tensor_info import DTYPES, torch_shape
 from qwen_quantize.errors import ResumableError, UserError
@@ -260,7 +259,7 @@ class OutputFolder:
 
     def add_file(self, name: str, content: bytes | Path) -> None:
         """Put a side file into the folder under a plain name, replacing one of that name whole."""
-        planned = {shard.file for shard in self._plan} | {INDEX_FILE}
+        planned = {shard.file for shard in self._plan} | {index_name(self._plan)}
         if not is_plain_name(name) or name in planned or name.endswith(TEMPORARY):
             raise UserError(f"{name!r} cannot be the name of a file beside the weights of {self.target}")
         self._put(name, content)
@@ -280,7 +279,7 @@ class OutputFolder:
     def write_index(self) -> None:
         """Write the index that several shards need, so that `staging` can be read as a model."""
         if len(self._plan) > 1:
-            self._put(INDEX_FILE, index_bytes(self._plan))
+            self._put(index_name(self._plan), index_bytes(self._plan))
 
     def finish(self) -> Path:
         """Publish the folder and return its path. ValueError while a planned tensor is unwritten."""

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.stored_linears import StoredKind, StoredLinear
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic
@@ -23,10 +25,13 @@ from qwen_quantize.formats.activation_cast import (
     ShiftedCast,
     TensorCast,
     TokenCast,
+    WholeCast,
 )
 from qwen_quantize.formats.activation_form import ActivationForm
 from qwen_quantize.formats.cast_path import FP19
+from qwen_quantize.formats.cast_rule import RNE_SATURATE
 from qwen_quantize.formats.granularity import GranularityKind
+from qwen_quantize.formats.rounding import quantize_values
 from qwen_quantize.formats.scales import ScaleRule
 from qwen_quantize.formats.schemes import SCHEMES, Scheme, TensorSpec
 from qwen_quantize.formats.spec import FloatFormat, IntFormat
@@ -59,9 +64,12 @@ def compute_for(
         return ChipCompute(None)
     if not scheme.dynamic and input_scale is None:
         raise ValueError(f"scheme {scheme.name} has static activations: their scale is missing")
+    kept = _STATIC_FORMATS.get(arithmetic.static_scale_format or "")
     if not activation.symmetric and isinstance(activation.format, IntFormat):
-        rule = arithmetic.activation_cast
-        return ChipCompute(ShiftedCast(activation.format, rule, input_scale, zero_point))
+        shifted = ShiftedCast(activation.format, arithmetic.activation_cast, input_scale, zero_point)
+        if scheme.dynamic or kept is None:
+            return ChipCompute(shifted)
+        return ChipCompute(shifted, bare=True, sum_scale_format=kept)
     cast = _cast(activation, arithmetic, input_scale, global_scale)
     weight, element = scheme.weight.format, activation.format
     if isinstance(cast, GroupCast):
@@ -75,10 +83,18 @@ def compute_for(
         unit = dot_unit_of(arithmetic, weight, element, cast.group_size)
         assert unit is not None
         return ChipCompute(cast, replace(unit, a_format=FP32, b_format=FP32))
-    kept = _STATIC_FORMATS.get(arithmetic.static_scale_format or "")
     if isinstance(cast, TensorCast) and isinstance(element, IntFormat) and kept is not None:
         return ChipCompute(cast, unit, bare=True, sum_scale_format=kept)
     return ChipCompute(cast, unit, bare=unit is not None)
+
+
+def compute_uncalibrated(scheme: Scheme, arithmetic: Arithmetic) -> ChipCompute:
+    """As `compute_for`, while calibration is still to find static scales: each tensor counts as the whole input."""
+    activation = scheme.activation
+    if activation is None or scheme.dynamic:
+        return compute_for(scheme, arithmetic)
+    path = tuple(_ON_THE_WAY[name] for name in arithmetic.activation_path)
+    return ChipCompute(WholeCast(activation.format, arithmetic.activation_cast, path))
 
 
 def _cast(
@@ -113,6 +129,7 @@ _BY_KIND = {
     StoredKind.BLOCK_FP8: "ue8m0",
     StoredKind.CHANNEL_FP8: "fp8",
     StoredKind.INT8: "w8a8",
+    StoredKind.INT8_STATIC: "w8a8_static",
     StoredKind.INT4: "w4a8",
     StoredKind.MXFP8: "mxfp8",
     StoredKind.MXFP6: "mxfp6",
@@ -130,6 +147,7 @@ def scheme_of_form(form: ActivationForm, stored: StoredKind = StoredKind.PLAIN) 
     kind = form.granularity.kind
     usual = SCHEMES[_BY_KIND.get(stored, "w4a16")]
     fits = usual.activation is not None and usual.activation.format == form.format
+    fits = fits and usual.dynamic == form.dynamic
     named = usual if fits else _named(form)
     rule = None
     if form.scale_format == E8M0:
@@ -144,12 +162,13 @@ def scheme_of_form(form: ActivationForm, stored: StoredKind = StoredKind.PLAIN) 
 def _named(form: ActivationForm) -> Scheme:
     """The first named scheme with such an input, else the nearest that differs in the scale's region or type."""
 
-    def distance(scheme: Scheme) -> tuple[bool, bool, bool, bool, int]:
+    def distance(scheme: Scheme) -> tuple[bool, bool, bool, bool, bool, int]:
         spec = scheme.activation
         assert spec is not None
         return (
             isinstance(spec.format, IntFormat) is not isinstance(form.format, IntFormat),
             spec.format != form.format,
+            scheme.dynamic is not form.dynamic,
             spec.granularity.kind is not form.granularity.kind,
             spec.scale_format != form.scale_format,
             abs(spec.granularity.cols - form.granularity.cols),
@@ -174,7 +193,7 @@ class FolderCompute:
         if form is None:
             return None
         scheme = scheme_of_form(form, stored.kind)
-        input_scale = None if scheme.dynamic else self._number(form.input_scale, stored)
+        input_scale = None if scheme.dynamic else _held_as(self._number(form.input_scale, stored), form)
         divisor = None if form.global_scale is None else self._number(form.global_scale, stored)
         return compute_for(
             scheme,
@@ -199,6 +218,13 @@ class FolderCompute:
         if values.numel() != 1 or not 0 < float(values[0]) < float("inf"):
             raise UserError(f"{self.source.path}: tensor {name!r} must be one positive scale")
         return float(values[0])
+
+
+def _held_as(scale: float, form: ActivationForm) -> float:
+    """A static scale in the type that the engine holds it in."""
+    if not isinstance(form.scale_format, FloatFormat) or form.scale_format == FP32:
+        return scale
+    return float(quantize_values(torch.tensor([scale]), form.scale_format, RNE_SATURATE))
 
 
 def schemes_of(stored: Iterable[StoredLinear]) -> tuple[Scheme, ...]:

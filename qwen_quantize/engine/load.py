@@ -74,7 +74,7 @@ class ModelReader:
         names = [self.blueprint.module_name(layer, site, expert) for site in sites]
         weights = [self.read_linear(name) for name in names]
         biases = [
-            self.read(name + ".bias") if self.blueprint.has_bias(site) else None
+            self._read_bias(name, self.blueprint.has_bias(site))
             for name, site in zip(names, sites, strict=True)
         ]
         ways = [self._computed_as(name, chip) for name in names]
@@ -86,6 +86,13 @@ class ModelReader:
                 for name, weight, bias, way in zip(names, weights, biases, ways, strict=True)
             )
         )
+
+    def _read_bias(self, module: str, has_bias: bool) -> Tensor | None:
+        """What is added to a linear's sums: a kernel of integers has it among those, whatever stands beside."""
+        integers = self.linears.integer_bias(module)
+        if integers is not None:
+            return integers
+        return self.read(module + ".bias") if has_bias else None
 
     def _group(
         self, names: list[str], weights: list[Tensor], biases: list[Tensor | None], way: ChipCompute | None
@@ -111,6 +118,8 @@ class ModelReader:
         stored = self.linears.describe(module)
         if stored.tensor_scale is not None:  # which divides
             return (1.0 / self.read(stored.tensor_scale)).reshape(1).expand(stored.shape[0])
+        if stored.kind is StoredKind.INT8_STATIC:
+            return self.linears.sum_row_scale(stored)
         whole = stored.kind is StoredKind.CHANNEL_FP8 or stored.group_size == stored.shape[1]
         if stored.scale is None or stored.zero_point is not None or not whole:
             return None
@@ -174,7 +183,8 @@ class ModelReader:
         if self.blueprint.config.tie_word_embeddings:
             return fuse([self.read(family.embedding)], [None])
         module = family.head.removesuffix(".weight")
-        return self._group([module], [self.read_linear(module)], [None], self._computed_as(module, chip))
+        bias = self._read_bias(module, False)
+        return self._group([module], [self.read_linear(module)], [bias], self._computed_as(module, chip))
 
 
 def load_model(reader: ModelReader, chip: Compute | None = None) -> Model:

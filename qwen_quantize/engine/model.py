@@ -137,7 +137,7 @@ class Model:
         hidden = self.embedding[tokens]
         if self.blueprint.family.scaled_embedding:
             hidden = hidden * self.blueprint.embedding_scale
-        if self.step is not None and cache is not None and self.step.takes(tokens, cache):
+        if self.step is not None and isinstance(cache, KVCache) and self.step.takes(tokens, cache):
             logits = self.step(hidden, cache)
             cache.advance(1)
             return logits

@@ -159,6 +159,33 @@ class TensorCast:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeCast:
+    """As `TensorCast`, its scale from the tensor at hand: the largest magnitude becomes the largest code.
+
+    What calibration works with before it knows the scale. A tensor of zeros stays as it is.
+    """
+
+    format: Format
+    rule: CastRule
+    path: tuple[FloatFormat, ...] = ()
+
+    @property
+    def rounds_scales(self) -> bool:
+        return False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        codes, scale = self.operands(x)
+        return codes * scale
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        largest = float(x.abs().amax()) / self.format.max if x.numel() else 0.0
+        return TensorCast(self.format, self.rule, largest or 1.0, self.path).operands(x)
+
+    def unrounded(self) -> WholeCast:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
 class ShiftedCast:
     """Integers with a zero point, as vLLM's int8 kernel has them: codes are x / scale, rounded, plus the zero point.
 

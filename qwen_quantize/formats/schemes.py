@@ -141,6 +141,13 @@ SCHEMES: dict[str, Scheme] = {
             description="INT8 weights and activations, FP32 scales per output channel and per token",
         ),
         Scheme(
+            "w8a8_static",
+            _fp32(INT8, Granularity.channel()),
+            _fp32(INT8, Granularity.tensor()),
+            dynamic=False,
+            description="INT8 weights per output channel, INT8 activations under one scale found in calibration",
+        ),
+        Scheme(
             "w4a16",
             TensorSpec(INT4, Granularity.group(128), FP16),
             None,

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from qwen_quantize.calibrators.experts import ExpertPolicy
 from qwen_quantize.calibrators.methods import METHODS, Method
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, assumable_for, resolve_arithmetic
 from qwen_quantize.chip_profiles.headroom import require_headroom
 from qwen_quantize.chip_profiles.legality import Legality, check, unsupported_error
 from qwen_quantize.chip_profiles.schema import ChipProfile
-from qwen_quantize.engine.compute import compute_for
+from qwen_quantize.engine.compute import compute_for, compute_uncalibrated
 from qwen_quantize.engine.linear import ChipCompute
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.models.blueprint import Blueprint, Half, Stream
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.rules import Settings
-from qwen_quantize.pipeline.scheme_choice import base_scheme, fit_scheme
+from qwen_quantize.pipeline.scheme_choice import base_scheme, fit_scheme, needs_input_amax
 from qwen_quantize.pipeline.selection import Selection, fusion_of, some
 
 
@@ -31,9 +32,14 @@ class LinearChoice:
     arithmetic: Arithmetic
     block: tuple[int, int]
 
-    def chip_compute(self) -> ChipCompute:
-        """The cast of its input, and the chip's matrix unit where sums are narrow."""
-        return compute_for(self.scheme, self.arithmetic)
+    def chip_compute(self, input_scale: float | None = None) -> ChipCompute:
+        """The cast of its input, and the chip's matrix unit where sums are narrow.
+
+        input_scale: of a linear with static activations; without it, as far as is known before calibration.
+        """
+        if input_scale is None:
+            return compute_uncalibrated(self.scheme, self.arithmetic)
+        return compute_for(self.scheme, self.arithmetic, input_scale)
 
     def observes(self) -> tuple[object, ...]:
         """What decides how its input is observed: linears that share one observer must agree in this."""
@@ -102,6 +108,11 @@ def choose_linears(
             profile, scheme, own_assumptions(scheme, dict(recipe.assume), base.values())
         )
         require_headroom(arithmetic, scheme, profile)
+        if needs_input_amax(scheme) and recipe.expert_policy is ExpertPolicy.ROUND:
+            raise UserError(
+                f"--expert-policy round leaves starved experts without statistics, and {scheme.name} stores the size "
+                "of each linear's inputs; take --expert-policy shrink"
+            )
         part = replace(selection, quantized={module: selection.quantized[module] for module in modules})
         fitted = fit_scheme(own, scheme, part, linears, dtype)
         found[one] = LinearChoice(method, fitted.scheme, arithmetic, fitted.block)

@@ -59,7 +59,8 @@ class PerturbedReader(ModelReader):
         place = StreamPlace(layer, half, stream, sites, expert)
         plain = self._solver.plain(place)
         plan = self._plans[names[0]]
-        return quantized_group(plan.choice_of(names[0]), plain, self._solver.solve(plan, place, plain))
+        solutions, amax = self._solver.solve(plan, place, plain)
+        return quantized_group(plan.choice_of(names[0]), plain, solutions, amax)
 
 
 @torch.inference_mode()

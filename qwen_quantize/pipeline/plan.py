@@ -13,6 +13,7 @@ from qwen_quantize.calibrators.gain import is_biased
 from qwen_quantize.calibrators.methods import Method
 from qwen_quantize.checkpoint.completeness import check_tensors, stacked_experts
 from qwen_quantize.checkpoint.compressed_tensors import COMPRESSED_TENSORS
+from qwen_quantize.checkpoint.layout_parts import Destination
 from qwen_quantize.checkpoint.layouts import DEFAULT_LAYOUT, LAYOUTS, BlockLayout, Layout
 from qwen_quantize.checkpoint.planned_source import PlannedSource
 from qwen_quantize.checkpoint.source import CheckpointSource
@@ -20,6 +21,7 @@ from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.checkpoint.writer import OutputTensor
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic
 from qwen_quantize.chip_profiles.devices import Resolution, resolve_device
+from qwen_quantize.chip_profiles.leaf import Absent
 from qwen_quantize.chip_profiles.legality import Legality
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
@@ -131,7 +133,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         recipe, settings, selection, linears, float_dtype(source), resolution.profile, blueprint
     )
     principal, schemes = chosen.principal, {name: one.scheme for name, one in chosen.by_module.items()}
-    layout = _choose_layout(recipe.layout, schemes)
+    layout = _choose_layout(recipe.layout, schemes).fitted(_destination(resolution, float_dtype(source)))
     tensors, notes = plan_tensors(source, linears, blueprint, selection, layout, schemes)
     output_bytes = sum(output.nbytes for tensor in tensors for output in tensor.outputs)
     hidden = 0
@@ -173,6 +175,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
             *unseen,
             *selection.notes,
             *notes,
+            *layout.notes(schemes),
             *_next_token_notes(blueprint, candidates),
         ),
         memory=memory,
@@ -229,6 +232,11 @@ def _choose_layout(asked: str | None, schemes: Mapping[str, Scheme]) -> Layout:
         raise UserError(f"--layout {asked!r} is not one of the layouts: {', '.join(LAYOUTS)}")
     LAYOUTS[asked].quantization_config(schemes, [])  # refuses what it cannot hold together
     return LAYOUTS[asked]
+
+
+def _destination(resolution: Resolution, dtype: str) -> Destination:
+    words = resolution.profile.facts.tiles.weight_layout.text()
+    return Destination(dtype, resolution.profile.name, None if isinstance(words, Absent) else words)
 
 
 def _candidates_by_name(source: CheckpointSource) -> Candidates:

@@ -108,7 +108,7 @@ def quantize(
         require_free_space(output.path.parent, plan.disk_bytes)
     folder = OutputFolder(
         output.path,
-        plan_shards(plan.outputs, plan.recipe.max_shard_bytes),
+        plan_shards(plan.outputs, plan.recipe.max_shard_bytes, plan.layout.weights_stem),
         resume=output.resume,
         overwrite=output.overwrite,
     )
@@ -171,6 +171,8 @@ def _fill(
     folder.add_file("config.json", _config_bytes(plan, source))
     for name, content in source.side_files().items():
         folder.add_file(name, content)
+    for name, described in plan.layout.side_files(plan.schemes, plan.outputs).items():
+        folder.add_file(name, described)
     folder.sync()
     folder.write_index()
     return StagedRun(plan, folder, journal, calibration)
@@ -193,7 +195,9 @@ def check_outside_layers(source: CheckpointSource, blueprint: Blueprint) -> None
 def _config_bytes(plan: Plan, source: CheckpointSource) -> bytes:
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     kept = dict.fromkeys((*plan.selection.kept, *_kept_matrices(plan)))
-    config["quantization_config"] = plan.layout.quantization_config(plan.schemes, list(kept))
+    quantization = plan.layout.quantization_config(plan.schemes, list(kept))
+    if quantization is not None:
+        config["quantization_config"] = quantization
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 

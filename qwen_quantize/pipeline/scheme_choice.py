@@ -16,6 +16,7 @@ from qwen_quantize.pipeline.selection import Selection
 
 _BLOCK_SIZES = (128, 64, 32)
 _HALF_LAYOUTS = ("awq", "gptq")  # whose readers compute in FP16 and nothing else
+_MODEL_SCALE_LAYOUTS = ("ascend",)  # whose readers hold every scale as they hold activations, in 16 bits
 _MODEL_SCALES: dict[str, Format] = {"BF16": BF16, "F16": FP16, "F32": FP32}
 
 
@@ -34,9 +35,10 @@ def base_scheme(recipe: Recipe, method: Method) -> Scheme:
         scheme = SCHEMES[method.scheme]
     elif recipe.scheme not in SCHEMES:
         raise UserError(f"--scheme {recipe.scheme!r} is not one of the schemes: {', '.join(SCHEMES)}")
-    elif recipe.scheme != method.scheme and not method.any_scheme:
+    elif recipe.scheme not in (method.scheme, *method.also) and not method.any_scheme:
+        own = " and ".join((method.scheme, *method.also))
         raise UserError(
-            f"--quant-method {method.name} makes {method.scheme} and cannot make {recipe.scheme}; "
+            f"--quant-method {method.name} makes {own} and cannot make {recipe.scheme}; "
             "--quant-method rtn and gptq make every scheme"
         )
     else:
@@ -46,6 +48,11 @@ def base_scheme(recipe: Recipe, method: Method) -> Scheme:
     if method.needs_data and not recipe.calibrates:
         raise UserError(
             f"--quant-method {method.name} calibrates on text: give --calibration-dataset, or take --quant-method rtn"
+        )
+    if scheme.activation is not None and not scheme.dynamic and not recipe.calibrates:
+        raise UserError(
+            f"--scheme {scheme.name} has one scale for all inputs of a linear, which only text can tell: give "
+            "--calibration-dataset"
         )
     return scheme
 
@@ -81,7 +88,20 @@ def fit_scheme(
     elif scheme.activation is None and dtype in _MODEL_SCALES and recipe.layout not in _HALF_LAYOUTS:
         # Engines hold the scales of weights alone as they hold activations.
         scheme = replace(scheme, weight=replace(scheme.weight, scale_format=_MODEL_SCALES[dtype]))
+    if recipe.layout in _MODEL_SCALE_LAYOUTS:
+        scheme = _with_model_scales(scheme, FP16 if dtype == "F16" else BF16)
     return SchemeChoice(scheme, (1, scheme.weight.granularity.cols), notes)
+
+
+def _with_model_scales(scheme: Scheme, fmt: Format) -> Scheme:
+    """Plain scales in a 16-bit type, before any code is chosen: the engine would round them afterwards."""
+    plain = (FP32, BF16, FP16)
+    activation = scheme.activation
+    if activation is not None and not scheme.dynamic and activation.scale_format in plain:
+        activation = replace(activation, scale_format=fmt)
+    if scheme.weight.scale_format not in plain:
+        return replace(scheme, activation=activation)
+    return replace(scheme, weight=replace(scheme.weight, scale_format=fmt), activation=activation)
 
 
 def _choose_group(asked: int | None, scheme: Scheme, selection: Selection) -> tuple[Scheme, tuple[str, ...]]:

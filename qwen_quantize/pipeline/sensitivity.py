@@ -79,13 +79,17 @@ class StreamSolver:
         check_finite_group(self.reader, self.modules(place), group)
         return group
 
-    def solve(self, plan: Plan, place: StreamPlace, plain: PlainGroup) -> list[LayerSolution]:
-        """The stream's linears as the plan's methods solve them, without what they move between linears first."""
+    def solve(
+        self, plan: Plan, place: StreamPlace, plain: PlainGroup
+    ) -> tuple[dict[str, LayerSolution], float | None]:
+        """(the stream's linears as the plan's methods solve them, without what they move between linears first,
+        the largest magnitude of their input)."""
         modules = self.modules(place)
         choice = plan.choice_of(modules[0])
         seen = self._seen(plan, place)
         factors = factors_of(choice.method, seen)
-        return list(solve_group(choice, modules, plain, seen, factors).values())
+        amax = None if seen is None else float(seen.amax.max())
+        return solve_group(choice, modules, plain, seen, factors), amax
 
     def _seen(self, plan: Plan, place: StreamPlace) -> InputStatistics | None:
         module = self.modules(place)[0]
@@ -199,7 +203,8 @@ def _powers(
     for name in wanted:
         plan = plans[name]
         cast = plan.choice_of(modules[0]).chip_compute().cast
-        solutions = solver.solve(plan, place, plain)
-        for module, weight, solution in zip(modules, weights, solutions, strict=True):
-            found[module][name] = output_power(weight, solution.quantized.dequantize(), stored, cast)
+        solutions, _ = solver.solve(plan, place, plain)
+        for module, weight in zip(modules, weights, strict=True):
+            quantized = solutions[module].quantized.dequantize()
+            found[module][name] = output_power(weight, quantized, stored, cast)
     return found

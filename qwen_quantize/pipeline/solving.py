@@ -18,6 +18,7 @@ from qwen_quantize.calibrators.observers import InputStatistics
 from qwen_quantize.calibrators.output_gain import half_headroom, solve_with_output_gain
 from qwen_quantize.calibrators.problem import HessianFactor, LayerProblem, LayerSolution
 from qwen_quantize.checkpoint.compressed_tensors import settled_tensor_scale
+from qwen_quantize.checkpoint.layout_parts import static_input_scale
 from qwen_quantize.checkpoint.writer import OutputFolder
 from qwen_quantize.engine.linear import LinearGroup, PlainGroup, emulated
 from qwen_quantize.engine.load import ModelReader
@@ -102,10 +103,22 @@ def _solve(choice: LinearChoice, problem: LayerProblem) -> LayerSolution:
 
 
 def quantized_group(
-    choice: LinearChoice, plain: PlainGroup, solutions: Sequence[LayerSolution]
+    choice: LinearChoice,
+    plain: PlainGroup,
+    solutions: Mapping[str, LayerSolution],
+    input_amax: float | None,
 ) -> LinearGroup:
-    """The group as the chip will run it."""
-    return _emulated_group(choice, plain, [solution.quantized for solution in solutions])
+    """The group as the chip will run it. solutions: by module; input_amax: the largest magnitude of their input."""
+    scale, scheme = None, choice.scheme
+    if has_static_scale(scheme):
+        assert scheme.activation is not None
+        scale = float(static_input_scale(next(iter(solutions)), scheme.activation, input_amax))
+    return _emulated_group(choice, plain, [solution.quantized for solution in solutions.values()], scale)
+
+
+def has_static_scale(scheme: Scheme) -> bool:
+    """Whether one scale for all of a linear's input is stored."""
+    return scheme.activation is not None and not scheme.dynamic
 
 
 def written_group(plan: Plan, folder: OutputFolder, modules: Sequence[str], plain: PlainGroup) -> LinearGroup:
@@ -115,15 +128,17 @@ def written_group(plan: Plan, folder: OutputFolder, modules: Sequence[str], plai
         outputs = plan.layout.outputs(module, shape, plan.scheme_of(module))
         stored = {output.name: folder.read(output.name) for output in outputs}
         weights.append(plan.layout.unpack(module, stored, shape, plan.scheme_of(module)))
-    return _emulated_group(plan.choice_of(modules[0]), plain, weights)
+    choice = plan.choice_of(modules[0])
+    scale = float(folder.read(f"{modules[0]}.input_scale")) if has_static_scale(choice.scheme) else None
+    return _emulated_group(choice, plain, weights, scale)
 
 
 def _emulated_group(
-    choice: LinearChoice, plain: PlainGroup, quantized: Sequence[QuantizedTensor]
+    choice: LinearChoice, plain: PlainGroup, quantized: Sequence[QuantizedTensor], input_scale: float | None
 ) -> LinearGroup:
     values = [one.dequantize() for one in quantized]
     weight = values[0] if len(values) == 1 else torch.cat(values)
-    chip = choice.chip_compute()
+    chip = choice.chip_compute(input_scale)
     rows = torch.cat([_row_scale(one) for one in quantized]) if chip.bare else None
     return emulated(PlainGroup(weight, plain.bias, plain.sizes), chip, rows)
 
@@ -136,11 +151,22 @@ def _row_scale(quantized: QuantizedTensor) -> Tensor:
 
 
 def write_linear(
-    plan: Plan, folder: OutputFolder, module: str, solution: LayerSolution, input_amax: float | None = None
+    plan: Plan,
+    folder: OutputFolder,
+    module: str,
+    solution: LayerSolution,
+    input_amax: float | None = None,
+    bias: Tensor | None = None,
 ) -> LinearRecord:
-    """Put one solved linear into the output folder; input_amax: the largest magnitude that its input had."""
+    """Put one solved linear into the output folder.
+
+    input_amax: the largest magnitude that its input had; bias: what is added to its output, where that is known.
+    """
     quantized = solution.quantized
-    for name, tensor in plan.layout.pack(module, quantized, plan.scheme_of(module), input_amax).items():
+    packed = plan.layout.pack(module, quantized, plan.scheme_of(module), input_amax)
+    if bias is not None:
+        packed = plan.layout.with_bias(module, packed, bias)
+    for name, tensor in packed.items():
         folder.write(name, tensor)
     return LinearRecord(
         name=module,

@@ -138,10 +138,12 @@ def solve_and_write(
     choice = run.plan.choice_of(modules[0])
     solved = solve_group(choice, modules, plain, statistics, factors_of(choice.method, statistics))
     amax = None if statistics is None else float(statistics.amax.max())
+    biases = [None] * len(solved) if plain.bias is None else torch.split(plain.bias, list(plain.sizes))
     records = [
-        asdict(write_linear(run.plan, run.folder, name, solution, amax)) for name, solution in solved.items()
+        asdict(write_linear(run.plan, run.folder, name, solution, amax, bias))
+        for (name, solution), bias in zip(solved.items(), biases, strict=True)
     ]
-    return quantized_group(choice, plain, list(solved.values())) if run.propagates else plain, records
+    return quantized_group(choice, plain, solved, amax) if run.propagates else plain, records
 
 
 def check_half(run: ObservedRun, index: int, half: Half, layer: Layer) -> None:

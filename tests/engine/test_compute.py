@@ -16,7 +16,13 @@ from qwen_quantize.chip_profiles.arithmetic import assumable_for, resolve_arithm
 from qwen_quantize.chip_profiles.dot_unit import dot_unit_of
 from qwen_quantize.chip_profiles.loader import load_profile
 from qwen_quantize.cli.session import ChipQuestion, chip_compute, folder_chip
-from qwen_quantize.engine.compute import FolderCompute, compute_for, computed_as, scheme_of_form
+from qwen_quantize.engine.compute import (
+    FolderCompute,
+    compute_for,
+    compute_uncalibrated,
+    computed_as,
+    scheme_of_form,
+)
 from qwen_quantize.engine.linear import ChipCompute, EmulatedGroup, PlainGroup, emulated
 from qwen_quantize.engine.load import ModelReader, load_model
 from qwen_quantize.errors import UserError
@@ -27,6 +33,7 @@ from qwen_quantize.formats.activation_cast import (
     ShiftedCast,
     TensorCast,
     TokenCast,
+    WholeCast,
 )
 from qwen_quantize.formats.activation_form import ActivationForm
 from qwen_quantize.formats.cast_path import static_scale
@@ -60,10 +67,27 @@ def arithmetic(chip: str, scheme: Scheme, **assumed: str):  # type: ignore[no-un
     return resolve_arithmetic(load_profile(chip), scheme, wanted)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", ON_A_CPU)
 def test_every_scheme_has_its_cast(name: str) -> None:
     scheme = SCHEMES[name]
     assert compute_for(scheme, arithmetic("cpu", scheme)) == ChipCompute(ON_A_CPU[name])
+
+
+def test_no_scheme_is_left_out_but_those_that_wait_for_calibration() -> None:
+    assert [name for name in SCHEMES if name not in ON_A_CPU] == ["w8a8_static"]
+    scheme = SCHEMES["w8a8_static"]
+    with pytest.raises(ValueError, match="their scale is missing"):
+        compute_for(scheme, arithmetic("cpu", scheme))
+    found = compute_for(scheme, arithmetic("cpu", scheme), input_scale=0.25)
+    assert found == ChipCompute(TensorCast(INT8, R, 0.25))
+    waiting = compute_uncalibrated(scheme, arithmetic("ascend-910b", scheme))
+    assert waiting == ChipCompute(WholeCast(INT8, R, (FP16,)))
+    x = draw(3, 8, seed=1)
+    assert waiting.cast is not None
+    whole = TensorCast(INT8, R, float(x.abs().amax()) / 127, (FP16,))
+    assert torch.equal(waiting.cast(x), whole(x))
+    assert torch.equal(waiting.cast(torch.zeros(2, 4)), torch.zeros(2, 4))
+    assert compute_uncalibrated(SCHEMES["w8a8"], arithmetic("cpu", scheme)) == ChipCompute(TokenCast(INT8, R))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +181,8 @@ def test_a_folder_computes_as_the_plan_that_wrote_it(name: str, tmp_path: Path) 
     reader = ModelReader(open_source(tmp_path))
     chip = folder_chip(ChipQuestion("cpu"), None, reader)
     second = INPUT_AMAX / 2688 if name == "nvfp4" else None
-    expected = compute_for(scheme, arithmetic("cpu", scheme), global_scale=second)
+    fixed = None if scheme.dynamic else float(torch.tensor(INPUT_AMAX) / 127)
+    expected = compute_for(scheme, arithmetic("cpu", scheme), input_scale=fixed, global_scale=second)
     assert isinstance(chip.compute, FolderCompute)
     for stored in reader.quantized_linears():
         way = chip.compute(stored)
@@ -243,7 +268,8 @@ def test_inputs_with_a_zero_point_and_inputs_without_their_scale(tmp_path: Path)
 def test_a_form_names_the_scheme_it_came_from(name: str) -> None:
     spec = SCHEMES[name].activation
     assert spec is not None
-    found = scheme_of_form(ActivationForm(spec.format, spec.granularity, spec.scale_format, dynamic=True))
+    form = ActivationForm(spec.format, spec.granularity, spec.scale_format, SCHEMES[name].dynamic)
+    found = scheme_of_form(form)
     assert found.activation == spec
     assert found.name == ("w8a8" if name == "w4a8" else name)
 

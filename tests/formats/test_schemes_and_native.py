@@ -23,6 +23,7 @@ def test_named_schemes() -> None:
         "nvfp4",
         "fp8",
         "w8a8",
+        "w8a8_static",
         "w4a16",
         "w4a8",
         "hif8",
@@ -37,7 +38,7 @@ def test_named_schemes() -> None:
     for name, scheme in SCHEMES.items():
         assert scheme.name == name
         assert "\n" not in scheme.description
-        assert scheme.dynamic == (scheme.activation is not None)
+        assert scheme.dynamic == (scheme.activation is not None and not name.endswith("_static"))
         for spec in (scheme.weight, scheme.activation):
             assert spec is None or (spec.scale_rule is not None) == (spec.scale_format is E8M0)
 
