@@ -12,6 +12,7 @@ from torch import Tensor
 from qwen_quantize.checkpoint.awq_layout import AWQ, AwqConfig, parse_awq
 from qwen_quantize.checkpoint.compressed_config import CompressedTensors, parse_compressed_tensors
 from qwen_quantize.checkpoint.compressed_tensors import COMPRESSED_TENSORS
+from qwen_quantize.checkpoint.gguf_layout import GGUF
 from qwen_quantize.checkpoint.gptq_layout import GPTQ, GptqConfig, parse_gptq
 from qwen_quantize.checkpoint.layout_parts import check_parts, one_scheme, read_scale, stored_scale
 from qwen_quantize.checkpoint.shards import OutputTensor
@@ -185,7 +186,7 @@ class PlainHif8Layout:
 HIF8_PLAIN = PlainHif8Layout(name="hif8-plain", readers=("qwen_quantize",))
 
 LAYOUTS: dict[str, Layout] = {
-    layout.name: layout for layout in (DEEPSEEK_FP8, COMPRESSED_TENSORS, AWQ, GPTQ, HIF8_PLAIN)
+    layout.name: layout for layout in (DEEPSEEK_FP8, COMPRESSED_TENSORS, AWQ, GPTQ, GGUF, HIF8_PLAIN)
 }
 
 # Scheme name -> the layout that most of its readers load.
@@ -198,6 +199,7 @@ DEFAULT_LAYOUT: dict[str, str] = {
     "fp8": COMPRESSED_TENSORS.name,
     "w8a8": COMPRESSED_TENSORS.name,
     "w4a16": COMPRESSED_TENSORS.name,
+    "w8a16": COMPRESSED_TENSORS.name,
     "w4a8": COMPRESSED_TENSORS.name,
     "hif8": HIF8_PLAIN.name,
 }

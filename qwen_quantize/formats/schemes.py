@@ -148,6 +148,13 @@ SCHEMES: dict[str, Scheme] = {
             description="INT4 weights with an FP16 scale for 128 elements; activations stay in 16 bits",
         ),
         Scheme(
+            "w8a16",
+            TensorSpec(INT8, Granularity.group(128), FP16),
+            None,
+            dynamic=False,
+            description="INT8 weights with an FP16 scale for 128 elements; activations stay in 16 bits",
+        ),
+        Scheme(
             "w4a8",
             _fp32(INT4, Granularity.group(128)),
             _fp32(INT8, Granularity.token()),

@@ -11,6 +11,7 @@ from qwen_quantize.calibrators.experts import ExpertPolicy
 from qwen_quantize.calibrators.gain import is_biased
 from qwen_quantize.calibrators.methods import METHODS, Method
 from qwen_quantize.checkpoint.completeness import check_tensors, stacked_experts
+from qwen_quantize.checkpoint.gguf_layout import GgufLayout
 from qwen_quantize.checkpoint.layouts import DEFAULT_LAYOUT, LAYOUTS, BlockLayout, Layout
 from qwen_quantize.checkpoint.planned_source import PlannedSource
 from qwen_quantize.checkpoint.source import CheckpointSource
@@ -114,7 +115,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         raise UserError(
             f"--include: no text reaches the head in calibration, and {scheme.name} needs its inputs' size"
         )
-    layout = _choose_layout(recipe.layout, scheme)
+    layout = _choose_layout(recipe.layout, scheme, source)
     choice = fit_scheme(recipe, scheme, selection, linears, float_dtype(source))
     tensors, notes = plan_tensors(source, linears, blueprint, selection, layout, choice.scheme)
     output_bytes = sum(output.nbytes for tensor in tensors for output in tensor.outputs)
@@ -173,12 +174,13 @@ def _only_calibrated(candidates: Candidates, scheme: Scheme) -> tuple[Candidates
     return replace(candidates, next_token={}), (note,)
 
 
-def _choose_layout(asked: str | None, scheme: Scheme) -> Layout:
+def _choose_layout(asked: str | None, scheme: Scheme, source: CheckpointSource) -> Layout:
     if asked is None:
         return LAYOUTS[DEFAULT_LAYOUT[scheme.name]]
     if asked not in LAYOUTS:
         raise UserError(f"--layout {asked!r} is not one of the layouts: {', '.join(LAYOUTS)}")
-    return LAYOUTS[asked]
+    layout = LAYOUTS[asked]
+    return layout.for_model(source.config) if isinstance(layout, GgufLayout) else layout
 
 
 def _candidates_by_name(source: CheckpointSource) -> Candidates:
