@@ -117,14 +117,16 @@ class BlockLayout:
         )
 
     def quantization_config(self, schemes: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
-        return deepseek_quantization_config(self._block(one_scheme(self.name, schemes)), kept)
+        scheme = one_scheme(self.name, schemes)
+        powers = scheme.weight.scale_format == E8M0
+        return deepseek_quantization_config(self._block(scheme), kept, power_of_two_scales=powers)
 
     def _block(self, scheme: Scheme) -> tuple[int, int]:
         weight, kind = scheme.weight, scheme.weight.granularity.kind
         tiled = kind in (GranularityKind.BLOCK, GranularityKind.GROUP)
-        if weight.format != E4M3FN or weight.scale_format != E8M0 or not tiled:
+        if weight.format != E4M3FN or weight.scale_format not in (E8M0, FP32) or not tiled:
             raise UserError(
-                f"layout {self.name} holds FP8 blocks with power-of-two scales, not {weight.format.name} with "
+                f"layout {self.name} holds FP8 blocks with power-of-two or FP32 scales, not {weight.format.name} with "
                 f"{weight.scale_format.name} scales for each {kind} (scheme {scheme.name}); choose another --layout"
             )
         return weight.granularity.rows, weight.granularity.cols
@@ -239,8 +241,13 @@ class Hif8Config:
 Quantization = BlockFp8Config | CompressedTensors | AwqConfig | GptqConfig | Hif8Config
 
 
-def deepseek_quantization_config(block: tuple[int, int], kept_modules: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of DeepSeek-V3.1; kept modules under the key that all its readers know."""
+def deepseek_quantization_config(
+    block: tuple[int, int], kept_modules: Sequence[str], *, power_of_two_scales: bool = True
+) -> dict[str, Any]:
+    """The `quantization_config` of DeepSeek-V3.1, or of V3 where scales are any numbers.
+
+    Kept modules stand under the key that all its readers know.
+    """
     config: dict[str, Any] = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -248,6 +255,8 @@ def deepseek_quantization_config(block: tuple[int, int], kept_modules: Sequence[
         "scale_fmt": "ue8m0",
         "weight_block_size": list(block),
     }
+    if not power_of_two_scales:
+        del config["scale_fmt"]
     if kept_modules:
         config["modules_to_not_convert"] = list(kept_modules)
     return config

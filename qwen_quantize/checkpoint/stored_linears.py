@@ -6,6 +6,7 @@ Nothing is kept in memory but names, so that several threads may read at once.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,9 +26,11 @@ from qwen_quantize.checkpoint.linear_storage import LinearStorage
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.block_kernels import dequantize_blocks
+from qwen_quantize.formats.blocks import QuantizedTensor
+from qwen_quantize.formats.granularity import Granularity
 from qwen_quantize.formats.packing import unpack_nibble_pairs
 from qwen_quantize.formats.spec import Format
-from qwen_quantize.formats.tables import E2M1, E2M3, E4M3FN, HIF8
+from qwen_quantize.formats.tables import E2M1, E2M3, E4M3FN, HIF8, INT4, INT8
 
 __all__ = ["PLAIN_DTYPES", "WEIGHT_SUFFIXES", "LinearReader", "StoredKind", "StoredLinear"]
 
@@ -39,6 +42,19 @@ _GROUPED: dict[StoredKind, Format] = {
     StoredKind.NVFP4: E2M1,
     StoredKind.HIF8: HIF8,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Integers:
+    """Codes of any integer type [rows, in], signed or not; scale and zero_point: float32 [rows, groups].
+
+    index: int64 [in], the group of each column, None where they are in their groups' order.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    index: Tensor | None
 
 
 class LinearReader:
@@ -102,6 +118,67 @@ class LinearReader:
         """
         return self._codes(self.describe(module), start, stop)
 
+    def read_quantized(self, module: str) -> QuantizedTensor:
+        """The linear as codes, scales and zero points; its `dequantize` is what `read` gives, bit for bit.
+
+        Integers are signed, whatever the file adds to them, and zero points that are all 0 are left out. UserError
+        for a linear that is not quantized, and for columns in an order that groups do not follow.
+        """
+        stored = self.describe(module)
+        rows, columns = stored.shape
+        match stored.kind:
+            case StoredKind.PLAIN:
+                raise UserError(f"{self.source.path}: {module!r} is not quantized, so it has no codes")
+            case StoredKind.BLOCK_FP8:
+                assert stored.block is not None
+                codes, scale = self._codes(stored, 0, rows)
+                return QuantizedTensor(
+                    codes, scale, None, E4M3FN, Granularity.block(*stored.block), stored.shape
+                )
+            case StoredKind.CHANNEL_FP8:
+                codes = self.source.read(stored.weight).view(torch.uint8)
+                scale = self._by_row(str(stored.scale), 0, rows).contiguous()
+                return QuantizedTensor(codes, scale, None, E4M3FN, Granularity.channel(), stored.shape)
+            case StoredKind.INT8 | StoredKind.INT4 | StoredKind.AWQ | StoredKind.GPTQ:
+                return self._quantized_integers(stored)
+        codes, scale = self._grouped(stored, 0, rows)
+        size = columns if stored.group_size is None else stored.group_size
+        second = 1.0 if stored.tensor_scale is None else float(self._tensor_scale(stored.tensor_scale))
+        grid = Granularity.channel() if stored.kind is StoredKind.HIF8 else Granularity.group(size)
+        return QuantizedTensor(codes, scale, None, _GROUPED[stored.kind], grid, stored.shape, second)
+
+    def _quantized_integers(self, stored: StoredLinear) -> QuantizedTensor:
+        rows, columns = stored.shape
+        found, bits = self._integers(stored, 0, rows), self._storage.integer_bits(stored)
+        assert stored.group_size is not None
+        if found.index is not None and not torch.equal(
+            found.index, torch.arange(columns) // stored.group_size
+        ):
+            raise UserError(
+                f"{self.source.path}: the columns of {stored.module!r} are in an order of activations (g_idx) that no "
+                "other layout can say"
+            )
+        if bits not in (4, 8):
+            raise UserError(
+                f"{self.source.path}: {stored.module!r} has {bits} bits, which no other layout has"
+            )
+        codes, zero = found.codes, found.zero_point
+        if codes.dtype == torch.uint8:  # AWQ and GPTQ count from 0
+            middle = 1 << (bits - 1)
+            codes = (codes.to(torch.int16) - middle).to(torch.int8)
+            zero = None if zero is None else zero - middle
+        if zero is not None and not bool(zero.any()):
+            zero = None
+        grid = Granularity.channel() if found.scale.shape[1] == 1 else Granularity.group(stored.group_size)
+        return QuantizedTensor(
+            codes.contiguous(),
+            found.scale.contiguous(),
+            None if zero is None else zero.contiguous(),
+            INT4 if bits == 4 else INT8,
+            grid,
+            stored.shape,
+        )
+
     def _codes(self, stored: StoredLinear, start: int, stop: int) -> tuple[Tensor, Tensor]:
         if stored.block is None or stored.scale is None:
             raise ValueError(f"{stored.module!r} is stored as {stored.kind}, which has no blocks")
@@ -124,26 +201,27 @@ class LinearReader:
                 codes = self.source.read_rows(stored.weight, start, stop).view(torch.uint8)
                 scale = self._by_row(str(stored.scale), start, stop).contiguous()
                 return dequantize_blocks(codes, scale, E4M3FN, 1, max(stored.shape[1], 1))
-            case StoredKind.INT8 | StoredKind.INT4:
+            case StoredKind.INT8 | StoredKind.INT4 | StoredKind.AWQ | StoredKind.GPTQ:
                 return self._decode_integers(stored, start, stop)
-            case StoredKind.AWQ | StoredKind.GPTQ:
-                return self._decode_transposed(stored, start, stop)
         return self._decode_grouped(stored, start, stop)
 
     def _decode_grouped(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
+        codes, scale = self._grouped(stored, start, stop)
+        if stored.tensor_scale is not None:
+            scale = scale * self._tensor_scale(stored.tensor_scale)
+        assert stored.group_size is not None
+        fmt = _GROUPED[stored.kind]
+        return dequantize_blocks(codes, scale.contiguous(), fmt, 1, max(stored.group_size, 1))
+
+    def _grouped(self, stored: StoredLinear, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """(codes uint8, float32 scales of the groups) of elements in groups along a row."""
         fmt = _GROUPED[stored.kind]
         codes = self.source.read_rows(stored.weight, start, stop)
         if fmt == E2M1:
             codes = unpack_nibble_pairs(codes)
         elif fmt == E2M3:
             codes = unpack_sixes(codes)
-        scale = read_scale(self.source.read_rows(str(stored.scale), start, stop))
-        if stored.tensor_scale is not None:
-            scale = scale * self._tensor_scale(stored.tensor_scale)
-        assert stored.group_size is not None
-        return dequantize_blocks(
-            codes.view(torch.uint8), scale.contiguous(), fmt, 1, max(stored.group_size, 1)
-        )
+        return codes.view(torch.uint8), read_scale(self.source.read_rows(str(stored.scale), start, stop))
 
     def _tensor_scale(self, name: str) -> Tensor:
         """NVFP4's scale of a whole weight as it multiplies, float32 []; the file holds its reciprocal."""
@@ -161,6 +239,16 @@ class LinearReader:
         return self.source.read_rows(name, start, stop).float().reshape(stop - start, -1)
 
     def _decode_integers(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
+        found = self._integers(stored, start, stop)
+        assert stored.group_size is not None
+        return scale_integers(
+            found.codes.float().contiguous(), found.scale, found.zero_point, stored.group_size, found.index
+        )
+
+    def _integers(self, stored: StoredLinear, start: int, stop: int) -> _Integers:
+        """Of compressed-tensors; AWQ's and GPTQ's have the output features last: all bytes are read for any rows."""
+        if stored.kind is StoredKind.AWQ or stored.kind is StoredKind.GPTQ:
+            return self._transposed(stored, start, stop)
         bits = 4 if stored.kind is StoredKind.INT4 else 8
         codes = self.source.read_rows(stored.weight, start, stop)
         if codes.dtype == torch.int32:
@@ -177,11 +265,9 @@ class LinearReader:
                 zero = unpack_rows(words, bits, start - first * 32 // bits, stop - start).float()
             else:
                 zero = self._by_row(stored.zero_point, start, stop)
-        assert stored.group_size is not None
-        return scale_integers(codes.float(), scale, zero, stored.group_size, index)
+        return _Integers(codes, scale, zero, index)
 
-    def _decode_transposed(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
-        """AWQ and GPTQ: the output features are the last dimension, so that all bytes are read for any rows."""
+    def _transposed(self, stored: StoredLinear, start: int, stop: int) -> _Integers:
         words, zeros = self.source.read(stored.weight), self.source.read(str(stored.zero_point))
         scale = self.source.read(str(stored.scale)).float()[:, start:stop].t()
         if stored.kind is StoredKind.AWQ:
@@ -199,8 +285,7 @@ class LinearReader:
         index = None
         if stored.group_index is not None:
             index = self._read_index(stored.group_index, scale.shape[1])
-        assert stored.group_size is not None
-        return scale_integers(codes.float().contiguous(), scale, zero, stored.group_size, index)
+        return _Integers(codes, scale, zero, index)
 
     def _read_index(self, name: str, groups: int) -> Tensor | None:
         index = self.source.read(name).long()
