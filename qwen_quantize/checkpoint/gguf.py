@@ -143,7 +143,8 @@ class GgufSource:
             ) from error
         if len(data) != length:
             raise UserError(
-                f"{self.path}: tensor {tensor.name!r} ends early: the file was cut since it was opened; download it again"
+                f"{self.path}: tensor {tensor.name!r} ends early: the file was cut since it was opened; "
+                "download it again"
             )
         return data
 

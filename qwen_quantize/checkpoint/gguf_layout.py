@@ -66,8 +66,8 @@ class GgufLayout:
         known = GGUF_ARCHITECTURES.get(model.architecture)
         if known is None:
             raise UserError(
-                f"layout {self.name} is written for {', '.join(GGUF_ARCHITECTURES)}, not for {model.architecture}; choose "
-                "another --layout"
+                f"layout {self.name} is written for {', '.join(GGUF_ARCHITECTURES)}, not for {model.architecture}; "
+                "choose another --layout"
             )
         for wrong, what in (
             (any(model.sliding_layers), "layers with a sliding window"),

@@ -57,6 +57,12 @@ def run_convert(
     asked = {key: value for key, value in asdict(request).items() if key != "source"}
     with speaker.progress("convert") as progress:
         converted = convert(conversion, source, Output(output_path, resume, overwrite), asked, progress)
+    if converted.input_scales_changed:
+        notes.append(
+            f"the weights are exact, but the inputs of {len(converted.input_scales_changed)} linears get scales of "
+            f"another format: layout {request.layout} has no word for the source's"
+        )
+        speaker.say(f"note: {notes[-1]}")
     try:
         manifest = conversion_manifest(conversion, converted, source, asked)
         converted.folder.add_file(MANIFEST_NAME, canonical_json(manifest))

@@ -84,20 +84,22 @@ def _schemes(
     second = FP32 if scale_format == E4M3FN and quantized.format == E2M1 else None
     symmetric = quantized.zero_point is None
     for keeps in (True, False) if inputs.spec is not None else (True,):
-        for scales in dict.fromkeys((scale_format, *_wider(quantized, scale_format))):
+        for scales in _scale_formats(quantized, scale_format, inputs):
             weight = TensorSpec(quantized.format, grid, scales, None, second, symmetric)
             activation, dynamic = (inputs.spec, inputs.dynamic) if keeps else (None, False)
             name = scheme_name(weight, activation)
             yield Scheme(name, weight, activation, dynamic, "as it was stored"), keeps
 
 
-def _wider(quantized: QuantizedTensor, scale_format: Format) -> tuple[Format, ...]:
-    """Formats that scales of this one may be written in where their values fit; the packing checks each value."""
-    if scale_format == E4M3FN:
-        return ()
+def _scale_formats(quantized: QuantizedTensor, own: Format, inputs: Inputs) -> tuple[Format, ...]:
+    """Formats that the scales may be written in where their values fit; the packing checks each value."""
     if quantized.format == E4M3FN and quantized.granularity.kind is GranularityKind.BLOCK:
-        return (E8M0, FP32)
-    return (FP16, BF16, FP32) if scale_format != E8M0 else ()
+        # Layouts of FP8 blocks say of inputs what they say of weights, and the inputs' scales are to stay as they are.
+        plain = inputs.spec is not None and inputs.spec.scale_format == FP32
+        return (FP32, E8M0) if plain or own != E8M0 else (E8M0, FP32)
+    if own in (E4M3FN, E8M0):
+        return (own,)
+    return tuple(dict.fromkeys((own, FP16, BF16, FP32)))
 
 
 def scheme_name(weight: TensorSpec, activation: TensorSpec | None) -> str:

@@ -38,10 +38,15 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """losses: relative squared error of each linear that was quantized again; all others are exact."""
+    """losses: relative squared error of each linear that was quantized again; all others are exact.
+
+    input_scales_changed: modules whose inputs are cast with scales of another format, for the layout has no word for
+    the old one: powers of two become any numbers or the other way round.
+    """
 
     folder: OutputFolder
     losses: Mapping[str, float]
+    input_scales_changed: tuple[str, ...]
 
     @property
     def largest_loss(self) -> float:
@@ -72,7 +77,7 @@ def convert(
             folder.add_file(name, content)
         folder.sync()
         folder.write_index()
-        _verify(conversion, StoredCodes(source), StoredCodes(open_source(folder.staging)), progress)
+        changed = _verify(conversion, StoredCodes(source), StoredCodes(open_source(folder.staging)), progress)
     except ResumableError:
         folder.close()
         raise
@@ -85,7 +90,7 @@ def convert(
     except BaseException:
         folder.close()
         raise
-    return Converted(folder, losses)
+    return Converted(folder, losses, changed)
 
 
 def _files(conversion: Conversion, source: CheckpointSource) -> tuple[ShardPlan, ...]:
@@ -155,10 +160,12 @@ def _config(conversion: Conversion, source: CheckpointSource) -> bytes:
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _verify(conversion: Conversion, before: StoredCodes, after: StoredCodes, progress: Progress) -> None:
-    """UserError where a linear reads back otherwise than it was, or its input would now be cast otherwise."""
+def _verify(
+    conversion: Conversion, before: StoredCodes, after: StoredCodes, progress: Progress
+) -> tuple[str, ...]:
+    """The modules whose inputs get scales of another format; UserError where anything else is not as it was."""
     exact = [module for module in conversion.schemes if module not in conversion.requantized]
-    dropped = set(conversion.casts_dropped)
+    dropped, changed = set(conversion.casts_dropped), []
     for number, module in enumerate(exact, start=1):
         if not torch.equal(before.linears.read(module), after.linears.read(module)):
             raise UserError(
@@ -166,16 +173,19 @@ def _verify(conversion: Conversion, before: StoredCodes, after: StoredCodes, pro
             )
         old, new = _inputs(before, module), _inputs(after, module)
         if new != (None if module in dropped else old):
-            raise UserError(
-                f"layout {conversion.layout.name} would treat the inputs of {module!r} otherwise than the source does; "
-                "--requantize does not help, choose another --layout"
-            )
+            if old is None or new is None or old[1:] != new[1:]:
+                raise UserError(
+                    f"layout {conversion.layout.name} would treat the inputs of {module!r} otherwise than the source "
+                    "does; choose another --layout"
+                )
+            changed.append(module)
         if number % _SYNC_LINEARS == 0 or number == len(exact):
             progress("linears read back", number, len(exact))
+    return tuple(changed)
 
 
 def _inputs(stored: StoredCodes, module: str) -> tuple[object, ...] | None:
-    """What is done to inputs, without the names of tensors."""
+    """(format of the scales, all else that is done to inputs), without the names of tensors."""
     if stored.source.kind == "gguf":
         return None
     form: ActivationForm | None = stored.linears.describe(module).activation
@@ -183,7 +193,7 @@ def _inputs(stored: StoredCodes, module: str) -> tuple[object, ...] | None:
         return None
     static = None if form.input_scale is None else float(stored.source.read(form.input_scale).float())
     second = None if form.global_scale is None else float(stored.source.read(form.global_scale).float())
-    return form.format, form.granularity, form.scale_format, form.dynamic, form.symmetric, static, second
+    return form.scale_format, form.format, form.granularity, form.dynamic, form.symmetric, static, second
 
 
 def conversion_manifest(
@@ -216,6 +226,7 @@ def conversion_manifest(
             "largest_relative_squared_error": converted.largest_loss,
             "relative_squared_errors": dict(converted.losses),
             "input_casts_dropped": len(conversion.casts_dropped),
+            "input_scales_changed": len(converted.input_scales_changed),
         },
     }
 

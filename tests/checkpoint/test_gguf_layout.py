@@ -45,7 +45,8 @@ def test_codes_come_back_and_gguf_decodes_them_alike(kind: Kind) -> None:
     layout = replace(GGUF, architecture="qwen3")
     packed = layout.pack(UP, quantized, scheme)
     (output,) = layout.outputs(UP, SHAPE, scheme)
-    assert [*packed] == [output.name] and tuple(packed[output.name].shape) == output.shape
+    assert [*packed] == [output.name]
+    assert tuple(packed[output.name].shape) == output.shape
     assert same(layout.unpack(UP, packed, SHAPE, scheme), quantized)
     theirs = torch.from_numpy(gguf.quants.dequantize(packed[output.name].numpy(), kind))
     assert torch.equal(theirs, quantized.dequantize())

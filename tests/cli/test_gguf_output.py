@@ -69,8 +69,10 @@ def test_what_is_written_is_what_others_read(source: Path, tmp_path: Path, run: 
         assert 0 < error < 0.12 if rounded else error == 0, name
     reader = gguf.GGUFReader(file)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-    assert kinds["blk.0.attn_q.weight"] == "Q4_0" and kinds["blk.1.attn_q.weight"] == "BF16"
-    assert kinds["blk.0.attn_norm.weight"] == "F32" and kinds["token_embd.weight"] == "BF16"
+    assert kinds["blk.0.attn_q.weight"] == "Q4_0"
+    assert kinds["blk.1.attn_q.weight"] == "BF16"
+    assert kinds["blk.0.attn_norm.weight"] == "F32"
+    assert kinds["token_embd.weight"] == "BF16"
     for tensor in reader.tensors:
         values = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
         name = tensor.name
@@ -153,7 +155,9 @@ def test_refusals_leave_nothing_behind(source: Path, tmp_path: Path, run: Run) -
         done = run(*base, *arguments)
         assert done.exit_code == 2
         assert words in " ".join(done.output.split())
-        assert not out.exists() and not list(tmp_path.glob(".out*"))
+        assert not out.exists()
+        assert not list(tmp_path.glob(".out*"))
     (source / "tokenizer.json").write_text(tokenizer().to_str().replace('"Digits"', '"Punctuation"', 1))
     done = run(*base, "--quant-method", "rtn")
-    assert done.exit_code == 2 and not list(tmp_path.glob(".out*"))
+    assert done.exit_code == 2
+    assert not list(tmp_path.glob(".out*"))
