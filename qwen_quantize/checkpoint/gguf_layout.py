@@ -131,7 +131,8 @@ class GgufLayout:
         """The one tensor of a linear [N, K], its rows as bytes; UserError where the layout cannot hold it."""
         kind = self.kind_of(scheme)
         refuse_partial_groups(self.name, module, shape[1], GROUP)
-        self.kept_dtype(f"{module}.weight", "F32", shape)
+        if self.architecture:
+            self.kept_dtype(f"{module}.weight", "F32", shape)
         block, size = gguf.GGML_QUANT_SIZES[kind]
         return (OutputTensor(f"{module}.weight", "U8", (shape[0], shape[1] // block * size)),)
 

@@ -129,6 +129,11 @@ class BlockLayout:
                 f"layout {self.name} holds FP8 blocks with power-of-two or FP32 scales, not {weight.format.name} with "
                 f"{weight.scale_format.name} scales for each {kind} (scheme {scheme.name}); choose another --layout"
             )
+        if scheme.activation is None:
+            raise UserError(
+                f"layout {self.name} says of every linear that its input is cast, and scheme {scheme.name} leaves "
+                "inputs as they are; choose another --layout"
+            )
         return weight.granularity.rows, weight.granularity.cols
 
 

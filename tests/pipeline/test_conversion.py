@@ -22,6 +22,7 @@ from qwen_quantize.models.lookup import require_blueprint
 from qwen_quantize.pipeline.conversion import Conversion, plan_conversion
 from qwen_quantize.pipeline.conversion_fit import global_amax, static_amax
 from qwen_quantize.pipeline.conversion_run import Converted, conversion_manifest, convert
+from qwen_quantize.pipeline.conversion_table import exact_conversions
 from qwen_quantize.pipeline.recipe import Output
 from tests.checkpoint.quantized_samples import COMPRESSED, sample, weight_only, with_scales
 from tests.tiny_models import make_tiny
@@ -159,9 +160,9 @@ def test_inputs_that_gguf_does_not_cast_are_told(plain: Path, tmp_path: Path) ->
 REFUSED = {
     "zero points to GPTQ": (CT, W4A16.with_zero_point(), "gptq", "zero points"),
     "zero points to GGUF": (CT, W4A16.with_zero_point(), "gguf", "zero points"),
-    "bfloat16 scales to AWQ": (CT, with_scales(W4A16, BF16), "awq", "AWQ stores|stores its scales in FP16"),
-    "wide groups to GGUF": (CT, W4A16.with_group(64), "gguf", "each for 32 of a row"),
-    "FP8 to GGUF": ("deepseek-fp8", SCHEMES["ue8m0"].with_block(32, 32), "gguf", "take w4a16"),
+    "float32 scales to AWQ": (CT, with_scales(W4A16, FP32), "awq", "stores its scales in FP16"),
+    "narrow groups to GGUF": (CT, W4A16.with_group(16), "gguf", "each for 32 of a row"),
+    "FP8 to GGUF": (CT, SCHEMES["fp8"], "gguf", "take w4a16"),
     "int8 with inputs to AWQ": (CT, SCHEMES["w8a8"], "awq", "INT4 weights"),
 }
 
@@ -187,14 +188,17 @@ def test_what_has_no_exact_form_is_refused_or_costs_a_stated_loss(
     assert record["largest_relative_squared_error"] == max(done.losses.values())
 
 
-def test_scales_that_fit_are_taken_though_their_type_is_wider(plain: Path, tmp_path: Path) -> None:
-    """float32 scales with FP16's values are exact in a layout of FP16 scales."""
-    fp16 = stored(plain, tmp_path / "fp16", CT, W4A16)
-    tensors = load_file(fp16 / "model.safetensors")
-    wide = {name: t.float() if name.endswith("weight_scale") else t for name, t in tensors.items()}
-    save_file(wide, fp16 / "model.safetensors")
-    converted(fp16, tmp_path / "out", "gguf")
-    assert equal(fp16, tmp_path / "out")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_that_fit_are_taken_though_their_type_is_wider(
+    plain: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """FP16 holds the bfloat16 numbers of usual scales, for its mantissa is longer, and a few of float32's."""
+    source = stored(plain, tmp_path / "source", CT, with_scales(W4A16, BF16))
+    tensors = load_file(source / "model.safetensors")
+    wide = {name: t.to(dtype) if name.endswith("weight_scale") else t for name, t in tensors.items()}
+    save_file(wide, source / "model.safetensors")
+    converted(source, tmp_path / "out", "gguf")
+    assert equal(source, tmp_path / "out")
 
 
 def test_one_linear_with_zero_points_gives_all_of_them_some(plain: Path, tmp_path: Path) -> None:
@@ -213,7 +217,7 @@ def test_one_linear_with_zero_points_gives_all_of_them_some(plain: Path, tmp_pat
 def test_weights_alone_do_not_become_a_layout_that_casts_inputs(plain: Path, tmp_path: Path) -> None:
     scheme = replace(SCHEMES["ue8m0"].with_block(32, 32), activation=None, dynamic=False)
     source = stored(plain, tmp_path / "source", CT, scheme)
-    with pytest.raises(UserError, match="would treat the inputs of"):
+    with pytest.raises(UserError, match="says of every linear that its input is cast"):
         converted(source, tmp_path / "out", "deepseek-fp8")
     assert not list(tmp_path.glob(".out*"))
 
@@ -273,11 +277,27 @@ def test_a_resumed_conversion_writes_the_same_bytes(plain: Path, tmp_path: Path)
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
 
 
-def test_static_scales_have_a_largest_magnitude_that_makes_them() -> None:
-    for scale in torch.rand(200, generator=torch.Generator().manual_seed(3)).tolist():
-        wanted = torch.tensor(scale)
+def test_static_scales_come_from_a_largest_magnitude() -> None:
+    for amax in (torch.rand(200, generator=torch.Generator().manual_seed(3)) * 50).unbind():
         for largest in (127.0, 448.0):
-            assert torch.tensor(static_amax(scale, largest)) / largest == wanted
-    amax = torch.rand(200, generator=torch.Generator().manual_seed(4)) * 50
-    for divisor in (torch.tensor(448.0 * 6.0) / amax).tolist():
+            scale = float(amax / largest)
+            assert torch.tensor(static_amax(scale, largest)) / largest == torch.tensor(scale)
+        divisor = float(torch.tensor(448.0 * 6.0) / amax)
         assert torch.tensor(448.0 * 6.0) / torch.tensor(global_amax(divisor)) == torch.tensor(divisor)
+    with pytest.raises(ValueError, match="cannot be written otherwise"):
+        static_amax(0.10556936264038086, 127.0)
+
+
+def test_the_table_of_exact_conversions_is_what_conversions_do() -> None:
+    rows = {row.form: row.verdicts for row in exact_conversions()}
+    assert set(rows["w4a16, groups of 32"]) == set(LAYOUTS)
+    for layout in (CT, "awq", "gptq", "gguf"):
+        assert rows["w4a16, groups of 32"][layout] == "exact"
+        assert rows["w4a16, groups of 32, float32 scales"][layout] == (
+            "exact" if layout == CT else "fitting scales"
+        )
+    assert rows["w4a16, groups of 32, zero points"]["gptq"] == "no"
+    assert rows["mxfp4"]["gguf"] == "weights"
+    assert rows["mxfp4"]["awq"] == "no"
+    assert rows["ue8m0"]["deepseek-fp8"] == rows["ue8m0"][CT] == "exact"
+    assert all(any(verdict == "exact" for verdict in verdicts.values()) for verdicts in rows.values())
