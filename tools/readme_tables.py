@@ -4,7 +4,7 @@
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end generated -->`. NAME is `chips` (from the
 chip profiles), `families` (from the records of model families), `methods` (from the calibrators), `layouts` (from the
-records of layouts and what they plan for each scheme), `measured` (from benchmarks/results/real_model.json, where it
+records of layouts and what they plan for each scheme), `conversions` (from what each layout packs), `measured` (from benchmarks/results/real_model.json, where it
 exists), `measured-moe` (from those of r1_layer.json, layers.json, expert_policies.json and embedded_moe.json that
 exist in the same folder), `firmware-story` (from firmware_story.json there) or `gate` (from gate_errors.json there).
 All but the first and embedded_moe.json hold what the benchmarks of these names print with --json, r1_layer.json one
@@ -20,12 +20,13 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qwen_quantize.calibrators.methods import METHODS
 from qwen_quantize.checkpoint.gguf_config import ARCHITECTURES
+from qwen_quantize.checkpoint.gguf_layout import GROUP, GgufLayout
 from qwen_quantize.checkpoint.layouts import LAYOUTS, Layout
 from qwen_quantize.checkpoint.shards import OutputTensor
 from qwen_quantize.chip_profiles.leaf import Absent
@@ -39,6 +40,7 @@ from qwen_quantize.formats.schemes import SCHEMES, Scheme, TensorSpec
 from qwen_quantize.formats.tables import E8M0
 from qwen_quantize.models.blueprint import Family
 from qwen_quantize.models.lookup import FAMILIES
+from qwen_quantize.pipeline.conversion_table import exact_conversions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "real_model.json"
@@ -192,10 +194,30 @@ def layouts_table(say: Language) -> str:
 
 def _held(layout: Layout, scheme: Scheme) -> tuple[OutputTensor, ...]:
     """The tensors of a linear "m" of the scheme, () where the layout has no place for it."""
+    if isinstance(layout, GgufLayout) and scheme.name in ("w4a16", "w8a16"):
+        scheme = scheme.with_group(GROUP)  # as a plan for this layout has it
+    if isinstance(layout, GgufLayout) and scheme.name == "mxfp4":
+        scheme = replace(scheme, activation=None, dynamic=False)
     try:
         return layout.outputs("m", (256, 256), scheme)
     except UserError:
         return ()
+
+
+def conversions_table(say: Language) -> str:
+    """One row for each form of weights, one column for each layout: between marked ones a conversion is exact."""
+    rows = exact_conversions()
+    cells = [
+        [_form_words(row.form, say), *(say(f"converts {row.verdicts[name]}") for name in LAYOUTS)]
+        for row in rows
+    ]
+    return _table([say("weights as stored"), *(f"`{name}`" for name in LAYOUTS)], cells)
+
+
+def _form_words(form: str, say: Language) -> str:
+    first, *rest = form.split(", ")
+    name = f"`{first}`" if first in SCHEMES else say(first)
+    return ", ".join([name, *(say(part) for part in rest)])
 
 
 def _spec_words(spec: TensorSpec, pattern: str, say: Language) -> str:
@@ -430,6 +452,7 @@ PARTS: dict[str, Callable[[Language], str]] = {
     "families": families_table,
     "methods": methods_table,
     "layouts": layouts_table,
+    "conversions": conversions_table,
     "measured": measured_table,
     "measured-moe": measured_moe,
     "firmware-story": firmware_story,

@@ -22,9 +22,12 @@ from qwen_quantize.checkpoint.gguf_config import (
     hugging_face_name,
 )
 from qwen_quantize.checkpoint.gguf_header import GgufTensor, read_gguf_header
+from qwen_quantize.checkpoint.gguf_layout import BLOCK_SPECS, PLAIN_KINDS, unpack_blocks
 from qwen_quantize.checkpoint.gguf_tokenizer import tokenizer_files
 from qwen_quantize.checkpoint.tensor_info import TensorInfo
 from qwen_quantize.errors import UserError
+from qwen_quantize.formats.blocks import QuantizedTensor
+from qwen_quantize.formats.spec import Format
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 _CHUNK_BYTES = 16 << 20  # of file data dequantized at once: numpy's temporaries are several times as large
@@ -122,26 +125,28 @@ class GgufSource:
         """Rows [start, stop) of the tensor seen as a matrix, [stop - start, last dimension] float32."""
         values = np.empty((stop - start, tensor.shape[-1]), np.float32)
         step = max(1, _CHUNK_BYTES // max(tensor.row_bytes, 1))
+        for begin in range(start, stop, step):
+            end = min(begin + step, stop)
+            data = self._bytes(tensor, begin, end)
+            values[begin - start : end - start] = self._dequantize(data, tensor, end - begin)
+        return values
+
+    def _bytes(self, tensor: GgufTensor, start: int, stop: int) -> bytes:
+        """Rows [start, stop) as the file has them."""
+        length = (stop - start) * tensor.row_bytes
         try:
             with self.path.open("rb") as file:
-                for begin in range(start, stop, step):
-                    end = min(begin + step, stop)
-                    data = os.pread(
-                        file.fileno(),
-                        (end - begin) * tensor.row_bytes,
-                        tensor.begin + begin * tensor.row_bytes,
-                    )
-                    if len(data) != (end - begin) * tensor.row_bytes:
-                        raise UserError(
-                            f"{self.path}: tensor {tensor.name!r} ends early: the file was cut since it was "
-                            "opened; download it again"
-                        )
-                    values[begin - start : end - start] = self._dequantize(data, tensor, end - begin)
+                data = os.pread(file.fileno(), length, tensor.begin + start * tensor.row_bytes)
         except OSError as error:
             raise UserError(
                 f"{self.path}: tensor {tensor.name!r} cannot be read: {error.strerror}"
             ) from error
-        return values
+        if len(data) != length:
+            raise UserError(
+                f"{self.path}: tensor {tensor.name!r} ends early: the file was cut since it was opened; "
+                "download it again"
+            )
+        return data
 
     def _dequantize(self, data: bytes, tensor: GgufTensor, rows: int) -> _Array:
         if tensor.type in _PLAIN:
@@ -157,6 +162,33 @@ class GgufSource:
                 "dequantized; take another GGUF of the model, or its safetensors"
             ) from error
         return found
+
+    def stored_dtype(self, name: str) -> str | None:
+        """The safetensors dtype that the file has a tensor in; None for a type of blocks."""
+        kind = self._find(name).type
+        return next((dtype for dtype, plain in PLAIN_KINDS.items() if plain == kind), None)
+
+    def has_codes(self, name: str) -> bool:
+        """Whether `read_quantized` has codes for the tensor; an embedding in blocks is looked up, not multiplied."""
+        tensor = self._find(name)
+        return tensor.type in BLOCK_SPECS and len(tensor.shape) == 2 and tensor.name != "token_embd.weight"
+
+    def scale_format(self, name: str) -> Format:
+        """The format of the scales of a tensor with codes."""
+        return BLOCK_SPECS[self._find(name).type].scale_format
+
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        """A matrix in one of `BLOCK_SPECS` as its codes, in the model's order of rows; None for other types."""
+        tensor = self._find(name)
+        if tensor.type not in BLOCK_SPECS or len(tensor.shape) != 2:
+            return None
+        rows, heads = tensor.shape[0], self._head_rows(name, tensor)
+        packed = np.frombuffer(self._bytes(tensor, 0, rows), np.uint8).reshape(rows, tensor.row_bytes)
+        if heads is not None:
+            packed = unpermute(packed, rows // heads)
+        codes, scale = unpack_blocks(torch.from_numpy(np.array(packed)), tensor.type)
+        spec = BLOCK_SPECS[tensor.type]
+        return QuantizedTensor(codes, scale, None, spec.format, spec.granularity, tensor.shape)
 
     def read_once(self) -> GgufSource:
         return self

@@ -73,6 +73,23 @@ def hugging_face_name(header: GgufHeader, name: str) -> str:
     )
 
 
+_GGUF_TOP = {theirs: ours for ours, theirs in _TOP.items()}
+_GGUF_LAYER = {theirs: ours for ours, theirs in _LAYER.items()}
+_HUGGING_FACE_NAME = re.compile(r"(?:model\.layers\.(0|[1-9][0-9]{0,5})\.)?([A-Za-z0-9_.]+)\.(weight|bias)")
+
+
+def gguf_name(name: str) -> str | None:
+    """The GGUF name of a tensor of the Hugging Face model, None where it has none: inverse of `hugging_face_name`."""
+    match = _HUGGING_FACE_NAME.fullmatch(name)
+    if match is None:
+        return None
+    layer, part, suffix = match.groups()
+    known = _GGUF_TOP if layer is None else _GGUF_LAYER
+    if part not in known:
+        return None
+    return f"{'' if layer is None else f'blk.{layer}.'}{known[part]}.{suffix}"
+
+
 def architecture_of(header: GgufHeader) -> tuple[str, GgufArchitecture]:
     """The key prefix and the record; UserError for an architecture that cannot be read."""
     name = header.values.get("general.architecture")

@@ -66,7 +66,7 @@ def tokenizer_files(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
     """
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
     files: dict[str, bytes | Path] = {"generation_config.json": _json({"_from_model_config": True, **ids})}
-    if "tokenizer.ggml.model" not in header.values:
+    if header.values.get("tokenizer.ggml.model", "none") == "none":
         return files
     vocabulary = _Vocabulary(header)
     files["tokenizer.json"] = vocabulary.build().to_str(pretty=False).encode("utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,10 +25,11 @@ _FLOAT_DTYPES: dict[Format, str] = {FP16: "F16", BF16: "BF16", FP32: "F32"}
 class Destination:
     """What a layout may have to know of model and chip before it plans a tensor.
 
-    dtype: of the model's unquantized tensors, a safetensors name. weight_layout: the chip profile's words on how its
-    matrix unit wants weights, None where no document says.
+    config: the model's config.json. dtype: of its unquantized tensors, a safetensors name. weight_layout: the chip
+    profile's words on how its matrix unit wants weights, None where no document says.
     """
 
+    config: Mapping[str, Any]
     dtype: str
     chip: str
     weight_layout: str | None

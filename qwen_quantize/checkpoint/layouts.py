@@ -14,6 +14,7 @@ from qwen_quantize.checkpoint.ascend_layout import ASCEND
 from qwen_quantize.checkpoint.awq_layout import AWQ, AwqConfig, parse_awq
 from qwen_quantize.checkpoint.compressed_config import CompressedTensors, parse_compressed_tensors
 from qwen_quantize.checkpoint.compressed_tensors import COMPRESSED_TENSORS
+from qwen_quantize.checkpoint.gguf_layout import GGUF
 from qwen_quantize.checkpoint.gptq_layout import GPTQ, GptqConfig, parse_gptq
 from qwen_quantize.checkpoint.layout_parts import (
     Destination,
@@ -154,15 +155,22 @@ class BlockLayout(UsualFolder):
         )
 
     def quantization_config(self, schemes: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
-        return deepseek_quantization_config(self._block(one_scheme(self.name, schemes)), kept)
+        scheme = one_scheme(self.name, schemes)
+        powers = scheme.weight.scale_format == E8M0
+        return deepseek_quantization_config(self._block(scheme), kept, power_of_two_scales=powers)
 
     def _block(self, scheme: Scheme) -> tuple[int, int]:
         weight, kind = scheme.weight, scheme.weight.granularity.kind
         tiled = kind in (GranularityKind.BLOCK, GranularityKind.GROUP)
-        if weight.format != E4M3FN or weight.scale_format != E8M0 or not tiled:
+        if weight.format != E4M3FN or weight.scale_format not in (E8M0, FP32) or not tiled:
             raise UserError(
-                f"layout {self.name} holds FP8 blocks with power-of-two scales, not {weight.format.name} with "
+                f"layout {self.name} holds FP8 blocks with power-of-two or FP32 scales, not {weight.format.name} with "
                 f"{weight.scale_format.name} scales for each {kind} (scheme {scheme.name}); choose another --layout"
+            )
+        if scheme.activation is None:
+            raise UserError(
+                f"layout {self.name} says of every linear that its input is cast, and scheme {scheme.name} leaves "
+                "inputs as they are; choose another --layout"
             )
         return weight.granularity.rows, weight.granularity.cols
 
@@ -223,7 +231,8 @@ class PlainHif8Layout(UsualFolder):
 HIF8_PLAIN = PlainHif8Layout(name="hif8-plain", readers=("qwen_quantize",))
 
 LAYOUTS: dict[str, Layout] = {
-    layout.name: layout for layout in (DEEPSEEK_FP8, COMPRESSED_TENSORS, AWQ, GPTQ, ASCEND, TILES, HIF8_PLAIN)
+    layout.name: layout
+    for layout in (DEEPSEEK_FP8, COMPRESSED_TENSORS, AWQ, GPTQ, ASCEND, GGUF, TILES, HIF8_PLAIN)
 }
 
 # Scheme name -> the layout that most of its readers load.
@@ -279,8 +288,13 @@ Quantization = (
 )
 
 
-def deepseek_quantization_config(block: tuple[int, int], kept_modules: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of DeepSeek-V3.1; kept modules under the key that all its readers know."""
+def deepseek_quantization_config(
+    block: tuple[int, int], kept_modules: Sequence[str], *, power_of_two_scales: bool = True
+) -> dict[str, Any]:
+    """The `quantization_config` of DeepSeek-V3.1, or of V3 where scales are any numbers.
+
+    Kept modules stand under the key that all its readers know.
+    """
     config: dict[str, Any] = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -288,6 +302,8 @@ def deepseek_quantization_config(block: tuple[int, int], kept_modules: Sequence[
         "scale_fmt": "ue8m0",
         "weight_block_size": list(block),
     }
+    if not power_of_two_scales:
+        del config["scale_fmt"]
     if kept_modules:
         config["modules_to_not_convert"] = list(kept_modules)
     return config

@@ -78,6 +78,15 @@ class LinearStorage:
             return weight in self._names or module + PACKED in self._names
         return False
 
+    def integer_bits(self, stored: StoredLinear) -> int:
+        """Bits of an integer code, which may stand in a wider byte."""
+        match self.quantization:
+            case GptqConfig() as gptq:
+                return gptq.bits
+            case CompressedTensors() as compressed if stored.kind is StoredKind.INT8:
+                return 4 if compressed.bits("int") == {4} else 8
+        return 8 if stored.kind is StoredKind.INT8 else 4
+
     def is_quantized(self, module: str) -> bool:
         """Whether the weight has scales, also for what is no linear; UserError where it cannot be read."""
         if module + PACKED in self._names or module + WORDS in self._names:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from qwen_quantize.checkpoint.hub import download, is_hub_id
+from qwen_quantize.checkpoint.local_files import contained_file
 from qwen_quantize.checkpoint.safetensors_folder import SafetensorsFolder, find_missing_weights
 from qwen_quantize.checkpoint.tensor_info import TensorInfo
 from qwen_quantize.embedded import embedded_by_name
@@ -93,6 +94,9 @@ def open_source(
 
 
 def _open_folder(folder: Path, allow_missing_weights: bool) -> CheckpointSource:
+    single = _only_gguf(folder)
+    if single is not None:
+        return _open_file(single)
     missing = find_missing_weights(folder) if allow_missing_weights else None
     if missing is None:
         return SafetensorsFolder(folder)
@@ -100,6 +104,15 @@ def _open_folder(folder: Path, allow_missing_weights: bool) -> CheckpointSource:
     from qwen_quantize.checkpoint.planned_source import PlannedSource
 
     return PlannedSource(folder, missing)
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The one GGUF of a folder without safetensors, as this program writes them; None for any other folder."""
+    files = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    ggufs = [entry for entry in files if entry.suffix.lower() == ".gguf"]
+    if len(ggufs) != 1 or any(".safetensors" in entry.name for entry in files):
+        return None
+    return contained_file(folder, ggufs[0].name)
 
 
 def _open_file(path: Path) -> CheckpointSource:

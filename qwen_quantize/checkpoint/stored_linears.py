@@ -35,11 +35,13 @@ from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.tiles_layout import elements_of_tiles
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.block_kernels import dequantize_blocks
+from qwen_quantize.formats.blocks import QuantizedTensor
 from qwen_quantize.formats.cast_rule import RNE_SATURATE
+from qwen_quantize.formats.granularity import Granularity
 from qwen_quantize.formats.packing import signed_nibbles, unpack_nibble_pairs
 from qwen_quantize.formats.rounding import quantize_values
 from qwen_quantize.formats.spec import Format
-from qwen_quantize.formats.tables import E2M1, E2M3, E4M3FN, HIF8
+from qwen_quantize.formats.tables import E2M1, E2M3, E4M3FN, HIF8, INT4, INT8
 
 __all__ = ["PLAIN_DTYPES", "WEIGHT_SUFFIXES", "LinearReader", "StoredKind", "StoredLinear"]
 
@@ -58,7 +60,7 @@ class IntegerParts:
     """What an integer weight is made of: (codes - zero) * scale.
 
     codes: int8 or uint8 [rows, columns]; scale: float32 [rows, groups]; zero: like it, None for none; index: int64
-    [columns], the group of each column where they do not stand in order.
+    [columns], the group of each column, None where they are in their groups' order.
     """
 
     codes: Tensor
@@ -136,11 +138,8 @@ class LinearReader:
     def read_integers(self, module: str) -> IntegerParts:
         """The undecoded parts of a whole integer weight; ValueError for a linear stored otherwise."""
         stored = self.describe(module)
-        match stored.kind:
-            case StoredKind.INT8 | StoredKind.INT4:
-                return self._integers(stored, 0, stored.shape[0])
-            case StoredKind.AWQ | StoredKind.GPTQ:
-                return self._transposed(stored, 0, stored.shape[0])
+        if stored.kind in (StoredKind.INT8, StoredKind.INT4, StoredKind.AWQ, StoredKind.GPTQ):
+            return self._integers(stored, 0, stored.shape[0])
         raise ValueError(f"{module!r} is stored as {stored.kind}, which has no integer codes")
 
     def read_row_codes(self, module: str) -> tuple[Tensor, Tensor]:
@@ -208,6 +207,67 @@ class LinearReader:
                 )
         return self.source.read_rows(stored.weight, start, stop)
 
+    def read_quantized(self, module: str) -> QuantizedTensor:
+        """The linear as codes, scales and zero points; its `dequantize` is what `read` gives, bit for bit.
+
+        Integers are signed, whatever the file adds to them, and zero points that are all 0 are left out. UserError
+        for a linear that is not quantized, and for columns in an order that groups do not follow.
+        """
+        stored = self.describe(module)
+        rows, columns = stored.shape
+        match stored.kind:
+            case StoredKind.PLAIN:
+                raise UserError(f"{self.source.path}: {module!r} is not quantized, so it has no codes")
+            case StoredKind.BLOCK_FP8:
+                assert stored.block is not None
+                codes, scale = self._codes(stored, 0, rows)
+                return QuantizedTensor(
+                    codes, scale, None, E4M3FN, Granularity.block(*stored.block), stored.shape
+                )
+            case StoredKind.CHANNEL_FP8:
+                codes = self.source.read(stored.weight).view(torch.uint8)
+                scale = self._by_row(str(stored.scale), 0, rows).contiguous()
+                return QuantizedTensor(codes, scale, None, E4M3FN, Granularity.channel(), stored.shape)
+            case StoredKind.INT8 | StoredKind.INT4 | StoredKind.AWQ | StoredKind.GPTQ:
+                return self._quantized_integers(stored)
+        codes, scale = self._grouped(stored, 0, rows)
+        size = columns if stored.group_size is None else stored.group_size
+        second = 1.0 if stored.tensor_scale is None else float(self._tensor_scale(stored.tensor_scale))
+        grid = Granularity.channel() if stored.kind is StoredKind.HIF8 else Granularity.group(size)
+        return QuantizedTensor(codes, scale, None, _GROUPED[stored.kind], grid, stored.shape, second)
+
+    def _quantized_integers(self, stored: StoredLinear) -> QuantizedTensor:
+        rows, columns = stored.shape
+        found, bits = self._integers(stored, 0, rows), self._storage.integer_bits(stored)
+        assert stored.group_size is not None
+        if found.index is not None and not torch.equal(
+            found.index, torch.arange(columns) // stored.group_size
+        ):
+            raise UserError(
+                f"{self.source.path}: the columns of {stored.module!r} are in an order of activations (g_idx) that no "
+                "other layout can say"
+            )
+        if bits not in (4, 8):
+            raise UserError(
+                f"{self.source.path}: {stored.module!r} has {bits} bits, which no other layout has"
+            )
+        codes, zero = found.codes, found.zero
+        if codes.dtype == torch.uint8:  # AWQ and GPTQ count from 0
+            middle = 1 << (bits - 1)
+            codes = (codes.to(torch.int16) - middle).to(torch.int8)
+            zero = None if zero is None else zero - middle
+        if zero is not None and not bool(zero.any()):
+            zero = None
+        grid = Granularity.channel() if found.scale.shape[1] == 1 else Granularity.group(stored.group_size)
+        return QuantizedTensor(
+            codes.contiguous(),
+            found.scale.contiguous(),
+            None if zero is None else zero.contiguous(),
+            INT4 if bits == 4 else INT8,
+            grid,
+            stored.shape,
+        )
+
     def _codes(self, stored: StoredLinear, start: int, stop: int) -> tuple[Tensor, Tensor]:
         if stored.block is None or stored.scale is None:
             raise ValueError(f"{stored.module!r} is stored as {stored.kind}, which has no blocks")
@@ -234,26 +294,27 @@ class LinearReader:
                 codes = self._elements(stored, start, stop).float()
                 codes *= self.sum_row_scale(stored)[start:stop, None]
                 return codes
-            case StoredKind.INT8 | StoredKind.INT4:
+            case StoredKind.INT8 | StoredKind.INT4 | StoredKind.AWQ | StoredKind.GPTQ:
                 return self._decode_integers(stored, start, stop)
-            case StoredKind.AWQ | StoredKind.GPTQ:
-                return self._decode_transposed(stored, start, stop)
         return self._decode_grouped(stored, start, stop)
 
     def _decode_grouped(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
+        codes, scale = self._grouped(stored, start, stop)
+        if stored.tensor_scale is not None:
+            scale = scale * self._tensor_scale(stored.tensor_scale)
+        assert stored.group_size is not None
+        fmt = _GROUPED[stored.kind]
+        return dequantize_blocks(codes, scale.contiguous(), fmt, 1, max(stored.group_size, 1))
+
+    def _grouped(self, stored: StoredLinear, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """(codes uint8, float32 scales of the groups) of elements in groups along a row."""
         fmt = _GROUPED[stored.kind]
         codes = self._elements(stored, start, stop)
         if fmt == E2M1:
             codes = unpack_nibble_pairs(codes)
         elif fmt == E2M3:
             codes = unpack_sixes(codes)
-        scale = read_scale(self.source.read_rows(str(stored.scale), start, stop))
-        if stored.tensor_scale is not None:
-            scale = scale * self._tensor_scale(stored.tensor_scale)
-        assert stored.group_size is not None
-        return dequantize_blocks(
-            codes.view(torch.uint8), scale.contiguous(), fmt, 1, max(stored.group_size, 1)
-        )
+        return codes.view(torch.uint8), read_scale(self.source.read_rows(str(stored.scale), start, stop))
 
     def _tensor_scale(self, name: str) -> Tensor:
         """NVFP4's scale of a whole weight as it multiplies, float32 []; the file holds its reciprocal."""
@@ -271,11 +332,16 @@ class LinearReader:
         return self.source.read_rows(name, start, stop).float().reshape(stop - start, -1)
 
     def _decode_integers(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
-        parts = self._integers(stored, start, stop)
+        found = self._integers(stored, start, stop)
         assert stored.group_size is not None
-        return scale_integers(parts.codes.float(), parts.scale, parts.zero, stored.group_size, parts.index)
+        return scale_integers(
+            found.codes.float().contiguous(), found.scale, found.zero, stored.group_size, found.index
+        )
 
     def _integers(self, stored: StoredLinear, start: int, stop: int) -> IntegerParts:
+        """Of compressed-tensors; AWQ's and GPTQ's have the output features last: all bytes are read for any rows."""
+        if stored.kind is StoredKind.AWQ or stored.kind is StoredKind.GPTQ:
+            return self._transposed(stored, start, stop)
         bits = 4 if stored.kind is StoredKind.INT4 else 8
         codes = self._elements(stored, start, stop)
         if codes.dtype == torch.int32:
@@ -299,14 +365,7 @@ class LinearReader:
                 zero = self._by_row(stored.zero_point, start, stop)
         return IntegerParts(codes, scale, zero, index)
 
-    def _decode_transposed(self, stored: StoredLinear, start: int, stop: int) -> Tensor:
-        parts = self._transposed(stored, start, stop)
-        codes = parts.codes.float().contiguous()
-        assert stored.group_size is not None
-        return scale_integers(codes, parts.scale, parts.zero, stored.group_size, parts.index)
-
     def _transposed(self, stored: StoredLinear, start: int, stop: int) -> IntegerParts:
-        """AWQ and GPTQ: the output features are the last dimension, so that all bytes are read for any rows."""
         words, zeros = self.source.read(stored.weight), self.source.read(str(stored.zero_point))
         scale = self.source.read(str(stored.scale)).float()[:, start:stop].t()
         if stored.kind is StoredKind.AWQ:

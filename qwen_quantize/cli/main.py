@@ -40,6 +40,11 @@ _COLLECTING = (
     *_CALIBRATING, "collect", "model_path", "max_memory", "resume", "overwrite", "threads", "as_json", "quiet",
 )  # fmt: skip
 
+_CONVERTING = (
+    "convert_from", "requantize", "scheme", "layout", "output_path", "resume", "overwrite", "threads", "as_json",
+    "quiet",
+)  # fmt: skip
+
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")]
 Assume = Annotated[
@@ -230,6 +235,19 @@ def main_command(
             help="Schemes to choose from, e.g. w4a16:32,w4a16:128,w8a16,16 (16: kept; default: by method).",
         ),
     ] = None,
+    convert_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Convert this quantized folder or GGUF to --layout, code by code, without a new solution.",
+        ),
+    ] = None,
+    requantize: Annotated[
+        bool,
+        typer.Option(
+            "--requantize", help="With --from: quantize again what has no exact form, and state the loss."
+        ),
+    ] = False,
     firmware: Firmware = None,
     driver: Driver = None,
     toolkit: Toolkit = None,
@@ -302,6 +320,24 @@ def main_command(
                 quiet=quiet,
             )
         return
+    if convert_from is not None:
+        with guard(as_json, resumable=True):
+            _refuse_given(context, "--from", _CONVERTING, others=True)
+            from qwen_quantize.cli.convert import ConvertRequest, run_convert
+
+            run_convert(
+                ConvertRequest(convert_from, layout, requantize, scheme),
+                output_path,
+                resume=resume,
+                overwrite=overwrite,
+                threads=threads,
+                as_json=as_json,
+                quiet=quiet,
+            )
+        return
+    if requantize:
+        with guard(as_json):
+            raise UserError("--requantize belongs to --from; a quantization run chooses with --quant-method")
     if device is None and measured is None and (recipe_file is None or recipe_file.suffix != ".json"):
         if model_path is None and output_path is None:
             typer.echo(context.get_help())

@@ -183,6 +183,41 @@ def unpack_deq_scale(packed: Tensor) -> Tensor:
     return _to_int32(packed & 0xFFFFFFFF).view(torch.float32)
 
 
+def pack_gguf_q4_0(codes: Tensor, scale: Tensor) -> Tensor:
+    """GGUF Q4_0 blocks, uint8 [..., K/32 * 18]: the scale, then 16 bytes of split halves of code + 8.
+
+    codes: int8 -8..7 [..., K]. scale: float16 [..., K/32]; it multiplies and may be negative.
+    """
+    _check(scale, torch.float16, "scale")
+    _check_range(codes, -8, 7)
+    halves = pack_nibble_halves((codes + 8).to(torch.uint8)).reshape(*scale.shape, 16)
+    return torch.cat((scale[..., None].contiguous().view(torch.uint8), halves), dim=-1).flatten(-2)
+
+
+def unpack_gguf_q4_0(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 codes, float16 scale); the inverse of `pack_gguf_q4_0`."""
+    scale, halves = _gguf_blocks(packed, 18)
+    return unpack_nibble_halves(halves.flatten(-2).contiguous()).to(torch.int8) - 8, scale
+
+
+def pack_gguf_q8_0(codes: Tensor, scale: Tensor) -> Tensor:
+    """GGUF Q8_0 blocks, uint8 [..., K/32 * 34]: the scale, then 32 codes.
+
+    codes: int8 [..., K]. scale: float16 [..., K/32]; it multiplies.
+    """
+    _check(scale, torch.float16, "scale")
+    _check(codes, torch.int8, "codes")
+    _check_multiple(codes.shape[-1], 32, "row length")
+    octets = codes.contiguous().view(torch.uint8).reshape(*scale.shape, 32)
+    return torch.cat((scale[..., None].contiguous().view(torch.uint8), octets), dim=-1).flatten(-2)
+
+
+def unpack_gguf_q8_0(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 codes, float16 scale); the inverse of `pack_gguf_q8_0`."""
+    scale, octets = _gguf_blocks(packed, 34)
+    return octets.flatten(-2).contiguous().view(torch.int8), scale
+
+
 def pack_gguf_mxfp4(codes: Tensor, scale_codes: Tensor) -> Tensor:
     """GGUF MXFP4 blocks, uint8 [..., K/32 * 17]: the E8M0 byte, then 16 bytes of split halves.
 
@@ -199,6 +234,14 @@ def unpack_gguf_mxfp4(packed: Tensor) -> tuple[Tensor, Tensor]:
     _check_multiple(packed.shape[-1], 17, "bytes of a row")
     blocks = packed.reshape(*packed.shape[:-1], -1, 17)
     return unpack_nibble_halves(blocks[..., 1:].flatten(-2).contiguous()), blocks[..., 0].contiguous()
+
+
+def _gguf_blocks(packed: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """(float16 scale of each block of `size` bytes, the bytes after it)."""
+    _check(packed, torch.uint8, "packed")
+    _check_multiple(packed.shape[-1], size, "bytes of a row")
+    blocks = packed.reshape(*packed.shape[:-1], -1, size)
+    return blocks[..., :2].contiguous().view(torch.float16)[..., 0], blocks[..., 2:]
 
 
 def _nibbles(codes: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from qwen_quantize.pipeline.convert import (
     convert_tensors,
 )
 from qwen_quantize.pipeline.journal import Journal
+from qwen_quantize.pipeline.output_files import is_reordered
 from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.stream import Progress
 from qwen_quantize.pipeline.tensors import Action, TensorPlan
@@ -40,6 +41,7 @@ def convert_rest(
         if tensor.action is not Action.DROP
         and tensor.module not in solved - converted
         and tensor.name not in changed
+        and not is_reordered(plan.layout, tensor)
     ]
     count = len(batches)
 

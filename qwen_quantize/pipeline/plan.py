@@ -133,7 +133,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         recipe, settings, selection, linears, float_dtype(source), resolution.profile, blueprint
     )
     principal, schemes = chosen.principal, {name: one.scheme for name, one in chosen.by_module.items()}
-    layout = _choose_layout(recipe.layout, schemes).fitted(_destination(resolution, float_dtype(source)))
+    layout = _choose_layout(recipe.layout, schemes).fitted(_destination(resolution, source))
     tensors, notes = plan_tensors(source, linears, blueprint, selection, layout, schemes)
     output_bytes = sum(output.nbytes for tensor in tensors for output in tensor.outputs)
     hidden = 0
@@ -234,9 +234,10 @@ def _choose_layout(asked: str | None, schemes: Mapping[str, Scheme]) -> Layout:
     return LAYOUTS[asked]
 
 
-def _destination(resolution: Resolution, dtype: str) -> Destination:
+def _destination(resolution: Resolution, source: CheckpointSource) -> Destination:
     words = resolution.profile.facts.tiles.weight_layout.text()
-    return Destination(dtype, resolution.profile.name, None if isinstance(words, Absent) else words)
+    wanted = None if isinstance(words, Absent) else words
+    return Destination(source.config, float_dtype(source), resolution.profile.name, wanted)
 
 
 def _candidates_by_name(source: CheckpointSource) -> Candidates:

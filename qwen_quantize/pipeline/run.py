@@ -14,7 +14,7 @@ from torch import Tensor
 
 import qwen_quantize
 from qwen_quantize.checkpoint.source import CheckpointSource
-from qwen_quantize.checkpoint.writer import OutputFolder, plan_shards, require_free_space
+from qwen_quantize.checkpoint.writer import OutputFolder, require_free_space
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.tokenizer import Tokenizer, load_tokenizer
 from qwen_quantize.errors import ResumableError, UserError
@@ -26,6 +26,7 @@ from qwen_quantize.pipeline.compile import compile_halves
 from qwen_quantize.pipeline.convert_rest import convert_rest
 from qwen_quantize.pipeline.hidden import HiddenStates
 from qwen_quantize.pipeline.journal import Journal
+from qwen_quantize.pipeline.output_files import output_files, write_reordered
 from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.recipe import Output, Recipe
 from qwen_quantize.pipeline.solve_rest import solve_rest
@@ -108,7 +109,7 @@ def quantize(
         require_free_space(output.path.parent, plan.disk_bytes)
     folder = OutputFolder(
         output.path,
-        plan_shards(plan.outputs, plan.recipe.max_shard_bytes, plan.layout.weights_stem),
+        output_files(plan, source),
         resume=output.resume,
         overwrite=output.overwrite,
     )
@@ -168,6 +169,7 @@ def _fill(
     if not plan.converts_by_pieces:
         solve_rest(plan, source, folder, journal, progress)
     convert_rest(plan, source, folder, journal, progress)
+    write_reordered(plan, source, folder)
     folder.add_file("config.json", _config_bytes(plan, source))
     for name, content in source.side_files().items():
         folder.add_file(name, content)
@@ -195,9 +197,9 @@ def check_outside_layers(source: CheckpointSource, blueprint: Blueprint) -> None
 def _config_bytes(plan: Plan, source: CheckpointSource) -> bytes:
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     kept = dict.fromkeys((*plan.selection.kept, *_kept_matrices(plan)))
-    quantization = plan.layout.quantization_config(plan.schemes, list(kept))
-    if quantization is not None:
-        config["quantization_config"] = quantization
+    described = plan.layout.quantization_config(plan.schemes, list(kept))
+    if described:
+        config["quantization_config"] = described
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 

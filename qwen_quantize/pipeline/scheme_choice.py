@@ -9,14 +9,15 @@ from qwen_quantize.checkpoint.stored_linears import LinearReader, StoredKind
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.granularity import GranularityKind
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
-from qwen_quantize.formats.spec import Format, IntFormat
+from qwen_quantize.formats.spec import FloatFormat, Format, IntFormat
 from qwen_quantize.formats.tables import BF16, FP16, FP32
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.selection import Selection
 
 _BLOCK_SIZES = (128, 64, 32)
-_HALF_LAYOUTS = ("awq", "gptq")  # whose readers compute in FP16 and nothing else
+_HALF_LAYOUTS = ("awq", "gptq", "gguf")  # whose readers compute in FP16 and nothing else
 _MODEL_SCALE_LAYOUTS = ("ascend",)  # whose readers hold every scale as they hold activations, in 16 bits
+_BLOCKS_OF_32 = ("gguf",)  # whose types have groups of 32 and leave the inputs as they are
 _MODEL_SCALES: dict[str, Format] = {"BF16": BF16, "F16": FP16, "F32": FP32}
 
 
@@ -54,6 +55,9 @@ def base_scheme(recipe: Recipe, method: Method) -> Scheme:
             f"--scheme {scheme.name} has one scale for all inputs of a linear, which only text can tell: give "
             "--calibration-dataset"
         )
+
+    if recipe.layout in _BLOCKS_OF_32 and isinstance(scheme.weight.format, FloatFormat):
+        return replace(scheme, activation=None, dynamic=False)
     return scheme
 
 
@@ -81,7 +85,7 @@ def fit_scheme(
                 f"--asymmetric is for w4a16: the engines that read {scheme.name} take no zero points"
             )
         scheme = scheme.with_zero_point()
-    scheme, notes = _choose_group(recipe.group_size, scheme, selection)
+    scheme, notes = _choose_group(recipe.group_size, scheme, selection, recipe.layout)
     if needs_input_amax(scheme) and not recipe.calibrates:
         scheme = replace(scheme, activation=None, dynamic=False)
         notes = (*notes, "activations stay in 16 bits: without text nothing tells their second scale")
@@ -104,8 +108,17 @@ def _with_model_scales(scheme: Scheme, fmt: Format) -> Scheme:
     return replace(scheme, weight=replace(scheme.weight, scale_format=fmt), activation=activation)
 
 
-def _choose_group(asked: int | None, scheme: Scheme, selection: Selection) -> tuple[Scheme, tuple[str, ...]]:
+def _choose_group(
+    asked: int | None, scheme: Scheme, selection: Selection, layout: str | None
+) -> tuple[Scheme, tuple[str, ...]]:
     """Groups that divide every row: engines have no partial ones."""
+    free = isinstance(scheme.weight.format, IntFormat) and (
+        scheme.weight.format.bits < 8 or scheme.activation is None
+    )
+    if layout in _BLOCKS_OF_32 and free:
+        if asked not in (None, 32):
+            raise UserError(f"layout {layout} has groups of 32 and no others: leave out --group-size {asked}")
+        scheme, asked, free = scheme.with_group(32), None, False
     granularity = scheme.weight.granularity
     free = isinstance(scheme.weight.format, IntFormat) and (
         scheme.weight.format.bits < 8 or scheme.activation is None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from qwen_quantize.checkpoint.gguf_layout import GgufLayout
 from qwen_quantize.checkpoint.layouts import Layout
 from qwen_quantize.checkpoint.linear_parts import WEIGHT_SUFFIXES
 from qwen_quantize.checkpoint.source import CheckpointSource
@@ -50,6 +51,11 @@ def float_dtype(source: CheckpointSource) -> str:
     return _CONFIG_DTYPES.get(str(source.config.get("dtype") or source.config.get("torch_dtype")), "BF16")
 
 
+def kept_dtype_in(layout: Layout, name: str, dtype: str, shape: Sequence[int]) -> str:
+    """What a tensor that is not quantized is stored as; UserError where the layout has no place for it."""
+    return layout.kept_dtype(name, dtype, shape) if isinstance(layout, GgufLayout) else dtype
+
+
 def plan_tensors(
     source: CheckpointSource,
     linears: LinearReader,
@@ -83,12 +89,14 @@ def plan_tensors(
             notes.append(f"{name} is tied to the embedding and is stored once")
         elif module is not None and linears.is_quantized(module):
             shape = linears.describe(module).shape
-            output = OutputTensor(f"{module}.weight", decoded_dtype, shape)
+            dtype = kept_dtype_in(layout, f"{module}.weight", decoded_dtype, shape)
+            output = OutputTensor(f"{module}.weight", dtype, shape)
             plans[name] = TensorPlan(name, Action.KEEP, (output,), "decoded, as it is to be kept", module)
         else:
             info = source.info(name)
             why = _why_kept(name, blueprint, name in expected)
-            output = OutputTensor(name, kept_dtype or info.dtype, tuple(info.shape))
+            dtype = kept_dtype_in(layout, name, kept_dtype or info.dtype, info.shape)
+            output = OutputTensor(name, dtype, tuple(info.shape))
             plans[name] = TensorPlan(name, Action.KEEP, (output,), why)
     return tuple(plans[name] for name in _writing_order(plans, expected, blueprint is None)), tuple(notes)
 

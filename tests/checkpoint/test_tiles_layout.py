@@ -41,7 +41,7 @@ from tests.checkpoint.test_ascend_layout import make_reference, sample
 from tests.tiny_models import make_tiny, make_tokenizer, words
 
 NZ = Tiles(16, 32)
-ASCEND_950 = Destination("BF16", "ascend-950", "FRACTAL_NZ (format 29): 16 rows x 32 bytes")
+ASCEND_950 = Destination({}, "BF16", "ascend-950", "FRACTAL_NZ (format 29): 16 rows x 32 bytes")
 ONTO = TILES.fitted(ASCEND_950)
 
 
@@ -141,9 +141,9 @@ def test_what_has_no_tiles_is_refused() -> None:
         with pytest.raises(UserError, match="choose another --layout"):
             ONTO.outputs("m", (64, 64), SCHEMES[name])
     with pytest.raises(UserError, match="no public document"):
-        TILES.fitted(Destination("BF16", "nvidia-h100", None))
+        TILES.fitted(Destination({}, "BF16", "nvidia-h100", None))
     with pytest.raises(UserError, match="FRACTAL_NZ alone"):
-        TILES.fitted(Destination("BF16", "example", "rows of K"))
+        TILES.fitted(Destination({}, "BF16", "example", "rows of K"))
     with pytest.raises(ValueError, match="before it is fitted"):
         TILES.outputs("m", (64, 64), SCHEMES["w8a8"])
 

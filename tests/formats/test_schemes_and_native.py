@@ -25,6 +25,7 @@ def test_named_schemes() -> None:
         "w8a8",
         "w8a8_static",
         "w4a16",
+        "w8a16",
         "w4a8",
         "hif8",
     ]

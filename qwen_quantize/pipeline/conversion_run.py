@@ -1,0 +1,275 @@
+"""Writing a conversion linear by linear, reading it back, and the record of where it came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import qwen_quantize
+from qwen_quantize.checkpoint.gguf_layout import GgufLayout
+from qwen_quantize.checkpoint.json_file import read_object
+from qwen_quantize.checkpoint.layouts import LAYOUTS
+from qwen_quantize.checkpoint.shards import ShardPlan, plan_shards
+from qwen_quantize.checkpoint.source import CheckpointSource, open_source
+from qwen_quantize.checkpoint.tensor_info import DTYPES
+from qwen_quantize.checkpoint.writer import OutputFolder, require_free_space
+from qwen_quantize.errors import ResumableError, UserError
+from qwen_quantize.formats.activation_form import ActivationForm
+from qwen_quantize.models.lookup import architecture_of
+from qwen_quantize.pipeline.conversion import Conversion, StoredCodes, fit_codes, requantize_linear
+from qwen_quantize.pipeline.journal import Journal
+from qwen_quantize.pipeline.manifest import MANIFEST_NAME
+from qwen_quantize.pipeline.output_files import gguf_file, is_reordered, write_in_order
+from qwen_quantize.pipeline.recipe import Output
+from qwen_quantize.pipeline.tensors import Action
+
+_MANIFEST_BYTES = 256 << 20
+_ROWS = 4096  # of a kept tensor that are copied together
+_SYNC_LINEARS = 64
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """losses: relative squared error of each linear that was quantized again; all others are exact.
+
+    input_scales_changed: modules whose inputs are cast with scales of another format, for the layout has no word for
+    the old one: powers of two become any numbers or the other way round.
+    """
+
+    folder: OutputFolder
+    losses: Mapping[str, float]
+    input_scales_changed: tuple[str, ...]
+
+    @property
+    def largest_loss(self) -> float:
+        return max(self.losses.values(), default=0.0)
+
+
+def convert(
+    conversion: Conversion,
+    source: CheckpointSource,
+    output: Output,
+    request: Mapping[str, Any],
+    progress: Progress,
+) -> Converted:
+    """Write all into the staging folder and read it back; a UserError leaves nothing behind unless resumable."""
+    files = _files(conversion, source)
+    if not output.resume:
+        require_free_space(output.path.parent, sum(file.nbytes for file in files))
+    folder = OutputFolder(output.path, files, resume=output.resume, overwrite=output.overwrite)
+    try:
+        journal = Journal(
+            folder.staging / "journal.jsonl",
+            {"version": qwen_quantize.__version__, "request": dict(request), "source": source.fingerprint()},
+            output.resume,
+        )
+        losses = _write(conversion, StoredCodes(source), folder, journal, progress)
+        folder.add_file("config.json", _config(conversion, source))
+        for name, content in source.side_files().items():
+            folder.add_file(name, content)
+        for name, described in conversion.layout.side_files(conversion.schemes, conversion.outputs).items():
+            folder.add_file(name, described)
+        folder.sync()
+        folder.write_index()
+        changed = _verify(conversion, StoredCodes(source), StoredCodes(open_source(folder.staging)), progress)
+    except ResumableError:
+        folder.close()
+        raise
+    except UserError:
+        if folder.resumed:
+            folder.close()
+        else:
+            folder.discard()
+        raise
+    except BaseException:
+        folder.close()
+        raise
+    return Converted(folder, losses, changed)
+
+
+def _files(conversion: Conversion, source: CheckpointSource) -> tuple[ShardPlan, ...]:
+    layout = conversion.layout
+    if isinstance(layout, GgufLayout):
+        return (gguf_file(layout, conversion.tensors, conversion.schemes, conversion.shapes, source),)
+    return plan_shards(conversion.outputs, stem=layout.weights_stem)
+
+
+def _write(
+    conversion: Conversion, stored: StoredCodes, folder: OutputFolder, journal: Journal, progress: Progress
+) -> dict[str, float]:
+    losses: dict[str, float] = {}
+    for record in journal.units.values():
+        losses |= record["losses"]
+    fresh: dict[str, float] = {}
+    count = len(journal.units)
+    for number, tensor in enumerate(conversion.tensors, start=1):
+        if not all(folder.is_written(output.name) for output in tensor.outputs):
+            if is_reordered(conversion.layout, tensor):
+                assert isinstance(conversion.layout, GgufLayout)
+                write_in_order(conversion.layout, tensor, stored.linears, folder)
+            elif tensor.action is Action.KEEP:
+                _copy(tensor.name, tensor.outputs[0].dtype, stored.source, folder)
+            else:
+                assert tensor.module is not None
+                packed, loss = _packed(conversion, stored, tensor.module)
+                for name, part in packed.items():
+                    folder.write(name, part)
+                if loss is not None:
+                    fresh[tensor.module] = loss
+        if number % _SYNC_LINEARS == 0 or number == len(conversion.tensors):
+            folder.sync()
+            journal.finish(f"tensors.{count}", {"losses": fresh})
+            losses |= fresh
+            count, fresh = count + 1, {}
+            progress("tensors", number, len(conversion.tensors))
+    return {module: losses[module] for module in conversion.schemes if module in losses}
+
+
+def _packed(
+    conversion: Conversion, stored: StoredCodes, module: str
+) -> tuple[dict[str, Tensor], float | None]:
+    if module in conversion.requantized:
+        scheme = conversion.schemes[module]
+        quantized, loss = requantize_linear(stored, module, scheme)
+        return conversion.layout.pack(module, quantized, scheme), loss
+    return fit_codes(stored, conversion.layout, module, zero_points=conversion.zero_points).tensors, None
+
+
+def _copy(name: str, dtype: str, source: CheckpointSource, folder: OutputFolder) -> None:
+    kind, shape = DTYPES[dtype].torch, source.info(name).shape
+    assert kind is not None
+    if not shape:
+        folder.write(name, source.read(name).to(kind))
+        return
+    for start in range(0, shape[0], _ROWS):
+        stop = min(start + _ROWS, shape[0])
+        folder.write_rows(name, start, source.read_rows(name, start, stop).to(kind))
+
+
+def _config(conversion: Conversion, source: CheckpointSource) -> bytes:
+    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    described = conversion.layout.quantization_config(conversion.schemes, conversion.kept)
+    if described:
+        config["quantization_config"] = described
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _verify(
+    conversion: Conversion, before: StoredCodes, after: StoredCodes, progress: Progress
+) -> tuple[str, ...]:
+    """The modules whose inputs get scales of another format; UserError where anything else is not as it was."""
+    exact = [module for module in conversion.schemes if module not in conversion.requantized]
+    dropped, changed = set(conversion.casts_dropped), []
+    for number, module in enumerate(exact, start=1):
+        if not torch.equal(before.linears.read(module), after.linears.read(module)):
+            raise UserError(
+                f"{module!r} does not read back as it was; the conversion is not exact, please report it"
+            )
+        old, new = _inputs(before, module), _inputs(after, module)
+        if new != (None if module in dropped else old):
+            if old is None or new is None or old[1:] != new[1:]:
+                raise UserError(
+                    f"layout {conversion.layout.name} would treat the inputs of {module!r} otherwise than the source "
+                    "does; choose another --layout"
+                )
+            changed.append(module)
+        if number % _SYNC_LINEARS == 0 or number == len(exact):
+            progress("linears read back", number, len(exact))
+    return tuple(changed)
+
+
+def _inputs(stored: StoredCodes, module: str) -> tuple[object, ...] | None:
+    """(format of the scales, all else that is done to inputs), without the names of tensors."""
+    if stored.source.kind == "gguf":
+        return None
+    form: ActivationForm | None = stored.linears.describe(module).activation
+    if form is None:
+        return None
+    static = None if form.input_scale is None else float(stored.source.read(form.input_scale).float())
+    second = None if form.global_scale is None else float(stored.source.read(form.global_scale).float())
+    return form.scale_format, form.format, form.granularity, form.dynamic, form.symmetric, static, second
+
+
+def conversion_manifest(
+    conversion: Conversion, converted: Converted, source: CheckpointSource, request: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The source's own manifest where it has one, with the new layout and what the conversion did to each linear."""
+    place = source.path if source.path.is_dir() else source.path.parent
+    own = place / MANIFEST_NAME
+    data = own.read_bytes() if own.is_file() else None
+    manifest: dict[str, Any] = (
+        read_object(own, _MANIFEST_BYTES) if data is not None else _bare(conversion, source)
+    )
+    path = source.path.resolve()
+    return manifest | {
+        "layout": conversion.layout.name,
+        "output_bytes": sum(output.nbytes for output in conversion.outputs),
+        "converted_from": {
+            "path": str(path),
+            "kind": source.kind,
+            "layout": manifest.get("layout") or layout_of(source),
+            "fingerprint": source.fingerprint(),
+            "manifest_sha256": None if data is None else hashlib.sha256(data).hexdigest(),
+        },
+        "conversion": {
+            "tool": {"name": "qwen_quantize", "version": qwen_quantize.__version__},
+            "request": dict(request),
+            "exact": not conversion.requantized,
+            "linears": len(conversion.schemes),
+            "requantized": len(conversion.requantized),
+            "largest_relative_squared_error": converted.largest_loss,
+            "relative_squared_errors": dict(converted.losses),
+            "input_casts_dropped": len(conversion.casts_dropped),
+            "input_scales_changed": len(converted.input_scales_changed),
+        },
+    }
+
+
+def _bare(conversion: Conversion, source: CheckpointSource) -> dict[str, Any]:
+    scheme = next(iter(conversion.schemes.values()))
+    actions = [tensor.action for tensor in conversion.tensors]
+    return {
+        "tool": {"name": "qwen_quantize", "version": qwen_quantize.__version__},
+        "source": {
+            "path": str(source.path.resolve()),
+            "kind": source.kind,
+            "architecture": architecture_of(source.config),
+            "fingerprint": source.fingerprint(),
+        },
+        "request": {},
+        "chip": {"name": "cpu", "why": "the source names no chip"},
+        "method": "conversion",
+        "scheme": {
+            "name": scheme.name,
+            "region": scheme.weight.granularity.describe(),
+            "symmetric": scheme.weight.symmetric,
+            "weight": scheme.weight.format.name,
+            "activation": None if scheme.activation is None else scheme.activation.format.name,
+            "scale": scheme.weight.scale_format.name,
+        },
+        "tensors": {
+            "quantized": actions.count(Action.QUANTIZE),
+            "kept": actions.count(Action.KEEP),
+            "dropped": 0,
+        },
+        "source_bytes": sum(source.info(name).nbytes for name in source.names()),
+    }
+
+
+def layout_of(source: CheckpointSource) -> str:
+    """The name of the layout that a checkpoint without a manifest is in."""
+    if source.kind == "gguf":
+        return "gguf"
+    found = source.config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    names = {"fp8": "deepseek-fp8", "hif8": "hif8-plain"}
+    name = names.get(str(method), str(method))
+    return name if name in LAYOUTS else str(method)

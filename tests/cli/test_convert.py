@@ -1,0 +1,79 @@
+"""`--from` through the command line: another layout, the same numbers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import Result
+
+from qwen_quantize.checkpoint.source import open_source
+from qwen_quantize.checkpoint.stored_linears import LinearReader
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def quantized(model: Path, tmp_path: Path, run: Run) -> Path:
+    out = tmp_path / "quantized"
+    done = run(
+        "--model-path", model, "--output-path", out, "--device", "cpu", "--quant-method", "rtn",
+        "--group-size", 32, "--no-validate",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    return out
+
+
+def test_to_awq_and_what_is_said(quantized: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "awq"
+    done = run("--from", quantized, "--layout", "awq", "--output-path", out, "--json")
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert (record["layout"], record["exact"], record["requantized"]) == ("awq", True, 0)
+    assert record["linears"] == 21
+    assert record["converted_from"]["layout"] == "compressed-tensors"
+    before, after = LinearReader(open_source(quantized)), LinearReader(open_source(out))
+    for layer in range(3):
+        module = f"model.layers.{layer}.mlp.down_proj"
+        assert torch.equal(before.read(module), after.read(module))
+    names = {file.name for file in out.iterdir()}
+    assert {"qwen_quantize.json", "report.html", "tokenizer.json", "config.json"} <= names
+    manifest = json.loads((out / "qwen_quantize.json").read_text())
+    assert manifest["source"] == json.loads((quantized / "qwen_quantize.json").read_text())["source"]
+    assert run("report", out).exit_code == 0
+
+
+def test_requests_that_do_not_go_together(quantized: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    full = ("--from", quantized, "--layout", "awq", "--output-path", out)
+    for arguments, words in (
+        (full[:4], "name it with --output-path"),
+        ((*full[:2], *full[4:]), "name it with --layout"),
+        ((*full, "--device", "cpu"), "--device says nothing beside --from"),
+        ((*full, "--scheme", "w4a16"), "unless --requantize is given"),
+        (("--requantize", "--device", "cpu"), "--requantize belongs to --from"),
+        (("--from", quantized, "--layout", "deepseek-fp8", "--output-path", out), "have no exact form"),
+        (("--from", quantized, "--layout", "awq", "--output-path", quantized), "holds the input"),
+    ):
+        done = run(*arguments)
+        assert done.exit_code == 2, words
+        assert words in " ".join(done.output.split())
+    assert not out.exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_stated_loss(quantized: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    done = run(
+        "--from", quantized, "--layout", "deepseek-fp8", "--output-path", out, "--requantize", "--json"
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert (record["exact"], record["requantized"]) == (False, 21)
+    assert 0 < record["largest_relative_squared_error"] < 1e-2
+    stated = json.loads((out / "qwen_quantize.json").read_text())["conversion"]["relative_squared_errors"]
+    assert max(stated.values()) == record["largest_relative_squared_error"]
+    assert len(stated) == 21

@@ -1,0 +1,47 @@
+"""Runs inside llama.cpp's own environment: greedy continuations of texts and what the model thought of each token.
+
+python run_llama_cpp.py MODEL.gguf TOKENS < {"prompts": [...]} > {"answers": [{"prompt_tokens", "ids", "logprobs"}]}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import xllamacpp
+
+
+def main() -> None:
+    """Answer on stdout; llama.cpp itself talks on stderr."""
+    params = xllamacpp.CommonParams()
+    params.model.path = sys.argv[1]
+    params.n_ctx, params.n_parallel, params.n_gpu_layers = 512, 1, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.warmup = False
+    server = xllamacpp.Server(params)
+    answers = []
+    for prompt in json.load(sys.stdin)["prompts"]:
+        found: dict[str, Any] = server.handle_completions(
+            {
+                "prompt": prompt,
+                "n_predict": int(sys.argv[2]),
+                "temperature": 0.0,
+                "n_probs": 1,
+                "ignore_eos": True,
+                "return_tokens": True,
+                "cache_prompt": False,
+            }
+        )
+        answers.append(
+            {
+                "prompt_tokens": found["tokens_evaluated"],
+                "ids": found["tokens"],
+                "logprobs": [one["logprob"] for one in found["completion_probabilities"]],
+            }
+        )
+    json.dump({"answers": answers}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
