@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import qwen_quantize
+from qwen_quantize.cli.check_command import check_command
 from qwen_quantize.cli.chips import chips_app
 from qwen_quantize.cli.guard import guard
 from qwen_quantize.cli.probe_command import probe_command
@@ -26,6 +27,7 @@ app.add_typer(
     statistics_app, name="statistics", help="Statistics that --collect has made: show and merge them."
 )
 app.command("probe")(probe_command)
+app.command("check")(check_command)
 
 EXPERT_POLICIES = ("shrink", "forced", "round")
 
