@@ -70,6 +70,7 @@ class _ModelCheck:
         self.check = check
         self.findings: list[Finding] = []
         self.known = set(check.known)
+        self.checked_linears: set[str] = set()
         # Where every expert of a layer stands in one tensor, the blueprint's names do not apply to them.
         self.stacked = {
             name.partition(".experts.")[0]
@@ -81,7 +82,7 @@ class _ModelCheck:
         self.linears(self.blueprint.linear_modules())
         for name, shape in self.blueprint.expected_tensors().items():
             module, _, suffix = name.rpartition(".")
-            if suffix == "weight" and module in self.blueprint_linears:
+            if suffix == "weight" and module in self.checked_linears:
                 continue
             if name == self.blueprint.family.head:
                 self.linears({module: (shape[0], shape[1])})
@@ -93,12 +94,8 @@ class _ModelCheck:
         self.unknown()
         return _shortened(self.findings)
 
-    @property
-    def blueprint_linears(self) -> dict[str, tuple[int, int]]:
-        return self._linears
-
     def linears(self, modules: dict[str, tuple[int, int]]) -> None:
-        self._linears = {**getattr(self, "_linears", {}), **modules}
+        self.checked_linears |= modules.keys()
         for module, shape in modules.items():
             if module.partition(".experts.")[0] in self.stacked and ".experts." in module:
                 continue
@@ -118,10 +115,11 @@ class _ModelCheck:
 
     def missing(self, module: str) -> None:
         expert = ".experts." in module
+        head = f"{module}.weight" == self.blueprint.family.head
         self.findings.append(
             Finding(
                 f"{module}.weight",
-                "expert-missing" if expert else "tensor-missing",
+                "expert-missing" if expert else "head-missing" if head else "tensor-missing",
                 "the model has this linear and no file holds it; "
                 + (
                     "tokens routed to the expert get random weights, or the engine stops"
@@ -273,7 +271,7 @@ def _is_stack(name: str) -> bool:
 
 
 def _shortened(findings: Iterable[Finding]) -> list[Finding]:
-    """At most so many of one rule, the last of them saying how many more there were."""
+    """At most so many of one rule."""
     kept: list[Finding] = []
     counts: dict[str, int] = {}
     for finding in findings:

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
 from qwen_quantize.cli.main import app
-from tests.checkpoint.tiny_gguf import make_model, write_gguf
 from tests.tiny_models import make_tiny, make_tokenizer
 
 DESCRIPTION = "quant_model_description.json"
@@ -111,7 +109,7 @@ def _ascend_parts(
         case "W8A8_DYNAMIC":
             found = {"weight": codes(rows, columns), "weight_scale": scale, "weight_offset": zero}
         case "W4A8_DYNAMIC":
-            shares = 16 if module.endswith("down_proj") else 1
+            shares = 16 if module.endswith(("down_proj", "o_proj")) else 1
             found = {
                 "weight": codes(rows // 2, columns),
                 "weight_scale": scale,
@@ -206,6 +204,12 @@ def make_good_folders(root: Path) -> dict[str, Path]:
         {**dict.fromkeys(_ATTENTION, "W8A8_MXFP8"), **dict.fromkeys(_MLP, "W4A8_MXFP")},
         model_quant_type="W8A8_MXFP8",
         group_size=32,
+    )
+    found["ascend-dense4"] = write_ascend(
+        sources["qwen3"],
+        root / "ascend-dense4",
+        dict.fromkeys((*_ATTENTION, *_MLP), "W4A8_DYNAMIC"),
+        model_quant_type="W4A8_DYNAMIC",
     )
     found["mx-oss"] = write_mx_oss(sources["qwen3"], root / "mx-oss")
     found["gguf"] = root / "gguf"
