@@ -99,7 +99,7 @@ def _types(folder: ModelFolder, settings: Mapping[str, Any], check: LayoutCheck)
                 f"{DESCRIPTION} has no entry for it; vllm-ascend stops with a KeyError when it builds the layer",
                 f'add "{tensor}": "FLOAT", or its type',
             )
-        elif found != FLOAT and found not in TYPES and found not in _OTHER_TYPES:
+        elif not isinstance(found, str) or found not in (FLOAT, *TYPES, *_OTHER_TYPES):
             check.add(
                 tensor,
                 "description-type",
@@ -107,7 +107,7 @@ def _types(folder: ModelFolder, settings: Mapping[str, Any], check: LayoutCheck)
                 f"name one of {', '.join((FLOAT, *TYPES))}",
             )
         else:
-            types[tensor] = str(found)
+            types[tensor] = found
     for key, value in settings.items():
         described = key.rpartition(".")[2] in ("weight", "bias", "weight_scale", "deq_scale", *_KV_PARTS)
         if described and isinstance(value, str) and key not in folder.tensors:
@@ -308,7 +308,7 @@ def _check_globals(settings: Mapping[str, Any], kinds: set[str], check: LayoutCh
             "name the type of most linears",
             Severity.WARNING,
         )
-    elif stated != FLOAT and stated not in kinds:
+    elif stated not in (FLOAT, *kinds):
         check.add(
             DESCRIPTION,
             "description-type",

@@ -212,10 +212,4 @@ def make_good_folders(root: Path) -> dict[str, Path]:
         model_quant_type="W4A8_DYNAMIC",
     )
     found["mx-oss"] = write_mx_oss(sources["qwen3"], root / "mx-oss")
-    found["gguf"] = root / "gguf"
-    found["gguf"].mkdir()
-    model = make_model("qwen3", hidden_size=64)
-    write_gguf(
-        found["gguf"] / "model.gguf", model, gguf.GGMLQuantizationType.Q8_0, keys={"general.file_type": 7}
-    )
     return found

@@ -1,5 +1,8 @@
 """Each way to spoil a sound folder is found by its rule and named; sound folders give no finding."""
 
+# ruff: noqa: E501
+# A case is one line of a table, however long.
+
 from __future__ import annotations
 
 import shutil
@@ -39,7 +42,7 @@ from tests.checkpoint.spoiling import (
 
 L0 = "model.layers.0."
 Q, K, V = (f"{L0}self_attn.{name}_proj" for name in "qkv")
-O, GATE, UP, DOWN = f"{L0}self_attn.o_proj", f"{L0}mlp.gate_proj", f"{L0}mlp.up_proj", f"{L0}mlp.down_proj"
+OUT, GATE = f"{L0}self_attn.o_proj", f"{L0}mlp.gate_proj"
 EXPERT = f"{L0}mlp.experts.1.up_proj"
 STACK = f"{L0}mlp.experts.down_proj"
 INDEX, SHARD1, SHARD2 = (
@@ -171,7 +174,7 @@ BLOCK = [
     ("block", put(f"{Q}.weight", lambda it: it.float().to(torch.float8_e5m2)), "weight-dtype", f"{Q}.weight"),
     ("block", put(f"{Q}.weight", lambda it: it.float()), "scale-orphan", f"{Q}.weight_scale_inv"),
     ("block", tensors(lambda it: it.update({f"{Q}.weight": it[f"{Q}.weight"].float()}) or it.pop(f"{Q}.weight_scale_inv")), "fused-ignored", Q),
-    ("block", tensors(lambda it: it.update({f"{O}.weight": it[f"{O}.weight"].float()}) or it.pop(f"{O}.weight_scale_inv")), "ignore-missing", O),
+    ("block", tensors(lambda it: it.update({f"{OUT}.weight": it[f"{OUT}.weight"].float()}) or it.pop(f"{OUT}.weight_scale_inv")), "ignore-missing", OUT),
     ("block", quant(weight_block_size=[32, 32]), "scale-shape", f"{Q}.weight_scale_inv"),
     ("block", quant(weight_block_size="128"), "config-value", "config.json"),
     ("block", quant(fmt="e5m2"), "config-value", "config.json"),
@@ -235,7 +238,7 @@ COMPRESSED = [
     ("mxfp4", weights_arguments(group_size=16), "config-value", "config.json"),
     ("nvfp4", drop(f"{Q}.weight_global_scale"), "scale-missing", f"{Q}.weight_global_scale"),
     ("nvfp4", put(f"{K}.weight_global_scale", lambda it: it * 2), "fused-scale", f"{Q}.weight_global_scale"),
-    ("nvfp4", fill(f"{O}.weight_global_scale", 0.0), "scale-value", f"{O}.weight_global_scale"),
+    ("nvfp4", fill(f"{OUT}.weight_global_scale", 0.0), "scale-value", f"{OUT}.weight_global_scale"),
     ("nvfp4", group(input_activations={"num_bits": 4, "type": "float", "dynamic": "local", "strategy": "tensor_group", "group_size": 16}), "input-scale-missing", f"{Q}.input_global_scale"),
 ]  # fmt: skip
 

@@ -110,8 +110,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def checked(folder: Path) -> CheckReport | None:
     try:
         report = check_folder(folder)
-    except UserError as error:
-        assert str(error)
+    except UserError:
         return None
     json.dumps(report.record())
     return report
@@ -173,7 +172,15 @@ def test_values_that_change(folder: Path, data: st.DataObject) -> None:
 @QUIET
 @given(
     entries=st.dictionaries(
-        st.sampled_from([f"{MODULE}.weight", f"{MODULE}.deq_scale", "group_size"]), _VALUES
+        st.sampled_from(
+            [
+                *(f"{MODULE}.{end}" for end in ("weight", "deq_scale", "weight_scale_inv")),
+                "group_size",
+                "model_quant_type",
+                "kv_cache_type",
+            ]
+        ),
+        _VALUES,
     )
 )
 def test_descriptions_of_any_kind(folder: Path, entries: dict[str, Any]) -> None:

@@ -45,7 +45,8 @@ def spoil(folder: Path, out: Path) -> str:
 def test_a_sound_folder(written: tuple[Path, dict[str, object]], run: Run) -> None:
     result = run("check", written[0])
     assert result.exit_code == 0
-    assert "nothing to object to" in result.output and "vllm" in result.output
+    assert "nothing to object to" in result.output
+    assert "vllm" in result.output
 
 
 def test_the_write_was_checked(written: tuple[Path, dict[str, object]]) -> None:
@@ -65,9 +66,11 @@ def test_findings_are_exit_code_1_and_json(
     record = json.loads(result.stdout)
     (finding,) = record["findings"]
     assert (finding["tensor"], finding["rule"], finding["severity"]) == (name, "scale-value", "error")
-    assert finding["message"] and finding["remedy"]
+    assert finding["message"]
+    assert finding["remedy"]
     assert record["engines"] == [{"name": "vllm", "tested": "0.33.0", "asked": True}]
-    assert record["layout"] == "deepseek-fp8" and record["tensors"] > 0 and record["errors"] == 1
+    assert (record["layout"], record["errors"]) == ("deepseek-fp8", 1)
+    assert record["tensors"] > 0
     assert "scale-value" in result.stderr
 
 
@@ -76,8 +79,9 @@ def test_words_for_a_pipe_and_a_table_for_a_terminal(
 ) -> None:
     name = spoil(written[0], tmp_path / "spoiled")
     line = run("check", tmp_path / "spoiled").stdout.splitlines()[0]
-    assert line.startswith(f"error scale-value: {name}: ") and "to mend it" in line
-    monkeypatch.setattr(Speaker, "terminal", property(lambda self: True))
+    assert line.startswith(f"error scale-value: {name}: ")
+    assert "to mend it" in line
+    monkeypatch.setattr(Speaker, "terminal", True)
     assert "how to mend it" in run("check", tmp_path / "spoiled").stdout
     assert run("check", tmp_path / "spoiled", "--quiet").stdout == ""
 
@@ -108,7 +112,8 @@ def test_bad_input_is_exit_code_2(
     monkeypatch.chdir(tmp_path)
     result = run("check", *arguments)
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: ") and fragment in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert fragment in result.stderr
 
 
 def test_a_config_that_is_no_json(tmp_path: Path, run: Run) -> None:
