@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import qwen_quantize
+from qwen_quantize.cli.check_command import check_command
 from qwen_quantize.cli.chips import chips_app
 from qwen_quantize.cli.compare_command import compare_command
 from qwen_quantize.cli.guard import guard
@@ -30,6 +31,7 @@ app.add_typer(
 app.command("probe")(probe_command)
 app.command("compare")(compare_command)
 app.command("init-ci")(init_ci_command)
+app.command("check")(check_command)
 
 EXPERT_POLICIES = ("shrink", "forced", "round")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_quantize.checkpoint.source import CheckpointSource, open_source
+from qwen_quantize.cli.check import check_written
 from qwen_quantize.cli.console import Speaker, canonical_json
 from qwen_quantize.cli.dry_run import dry_run_record, group_lines, group_tables
 from qwen_quantize.cli.evaluate import measure
@@ -125,6 +126,7 @@ def run_quantize(
             record = {"text": text, **_validate(staged, reader, windows, speaker)}
         chosen = None if choice is None else choice.record
         manifest = build_manifest(plan, staged.journal, staged.calibration, source, record, chosen)
+        manifest["check"] = check_written(staged.folder.staging, speaker)
         staged.folder.add_file(MANIFEST_NAME, canonical_json(manifest))
         staged.folder.add_file(REPORT_NAME, render_page(manifest).encode())
         staged.folder.finish()
@@ -152,6 +154,7 @@ def run_quantize(
             "output_bytes": manifest["output_bytes"],
             "assumptions": manifest["assumptions"],
             "notes": manifest["notes"],
+            "check": manifest["check"],
             "validation": record,
             **({} if choice is None else {"mixed_precision": choice.record}),
             **run,

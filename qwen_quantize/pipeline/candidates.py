@@ -13,9 +13,9 @@ from qwen_quantize.chip_profiles.legality import Legality, check
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.granularity import GranularityKind
 from qwen_quantize.formats.schemes import SCHEMES
+from qwen_quantize.models.fusion import fusion_of
 from qwen_quantize.pipeline.plan import Plan, make_plan
 from qwen_quantize.pipeline.recipe import Recipe, Rule
-from qwen_quantize.pipeline.selection import fusion_of
 from qwen_quantize.pipeline.tensors import float_dtype
 
 KEPT = "16"

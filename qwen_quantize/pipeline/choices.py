@@ -17,10 +17,11 @@ from qwen_quantize.engine.linear import ChipCompute
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.models.blueprint import Blueprint, Half, Stream
+from qwen_quantize.models.fusion import fusion_of
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.rules import Settings
 from qwen_quantize.pipeline.scheme_choice import base_scheme, fit_scheme, needs_input_amax
-from qwen_quantize.pipeline.selection import Selection, fusion_of, some
+from qwen_quantize.pipeline.selection import Selection, some
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,18 +10,9 @@ from dataclasses import dataclass
 from qwen_quantize.checkpoint.linear_parts import WEIGHT_SUFFIXES
 from qwen_quantize.errors import UserError
 from qwen_quantize.models.blueprint import Blueprint
+from qwen_quantize.models.fusion import fusion_of
 
 Shape = tuple[int, int]
-
-# Linears that engines run as one product, by the last part of their names.
-_FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
-_FUSED_WITH = {name: names[0] for names in _FUSED for name in names}
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +125,6 @@ def select_linears(
         kept=tuple(name for name in names if not chosen[name]),
         notes=tuple(notes),
     )
-
-
-def fusion_of(module: str) -> str | None:
-    """What a linear is fused into, None for one that runs alone."""
-    expert = _EXPERT.search(module)
-    if expert is not None:
-        return module[: expert.start()] + ".experts"
-    parent, _, last = module.rpartition(".")
-    return f"{parent}:{_FUSED_WITH[last]}" if last in _FUSED_WITH else None
 
 
 def _check_fused(chosen: Mapping[str, bool]) -> None:

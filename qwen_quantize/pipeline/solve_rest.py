@@ -12,6 +12,7 @@ from qwen_quantize.calibrators.problem import LayerProblem
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.checkpoint.writer import OutputFolder
+from qwen_quantize.pipeline.fused_scales import FusedScales
 from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.solving import require_finite, write_linear
@@ -29,6 +30,7 @@ def solve_rest(
     solved = journal.linears()
     left = [module for module in plan.selection.quantized if module not in solved]
     linears = LinearReader(source.read_once())
+    scales = FusedScales(plan, linears)
     count = sum(unit.startswith(f"{_UNIT}.") for unit in journal.units)
     batch: list[dict[str, Any]] = []
     last = time.monotonic()
@@ -36,7 +38,9 @@ def solve_rest(
         weight = linears.read(module)
         require_finite(source.path, f"{module}.weight", weight)
         choice = plan.choice_of(module)
-        problem = LayerProblem(module, weight, choice.scheme, choice.arithmetic.weight_cast)
+        problem = LayerProblem(
+            module, weight, choice.scheme, choice.arithmetic.weight_cast, tensor_scale=scales.of(module)
+        )
         batch.append(asdict(write_linear(plan, folder, module, choice.method.solve(problem))))
         if number == len(left) or time.monotonic() - last > _SYNC_SECONDS:
             folder.sync()
