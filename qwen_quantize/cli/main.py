@@ -28,6 +28,7 @@ app.add_typer(
 app.command("probe")(probe_command)
 
 EXPERT_POLICIES = ("shrink", "forced", "round")
+EFFORTS = ("normal", "high")
 
 _CALIBRATING = (
     "calibration_dataset", "calibration_column", "calibration_samples", "calibration_length", "seed",
@@ -148,6 +149,13 @@ def main_command(
             help="Experts with too few tokens: shrink (toward all tokens), forced (all tokens), round.",
         ),
     ] = "shrink",
+    effort: Annotated[
+        str,
+        typer.Option(
+            "--effort",
+            help="normal, or high: scales and codes found together, for several times the solver's time.",
+        ),
+    ] = "normal",
     ignore: Annotated[
         list[str] | None,
         typer.Option("--ignore", help="Keep these linears in high precision (glob or re:...). Repeatable."),
@@ -268,7 +276,10 @@ def main_command(
             raise UserError(
                 f"--expert-policy {expert_policy!r} is not one of the policies: {', '.join(EXPERT_POLICIES)}"
             )
+        if effort not in EFFORTS:
+            raise UserError(f"--effort {effort!r} is not one of: {', '.join(EFFORTS)}")
         from qwen_quantize.calibrators.experts import ExpertPolicy
+        from qwen_quantize.calibrators.problem import Effort
         from qwen_quantize.chip_profiles.measured import device_with_layer
         from qwen_quantize.cli.quantize import Validation, run_quantize
         from qwen_quantize.pipeline.recipe import Recipe
@@ -299,6 +310,7 @@ def main_command(
             with_claims=with_claims,
             allow_unsupported=allow_unsupported,
             max_memory=parse_size(max_memory),
+            effort=Effort(effort),
         )
         run_quantize(
             recipe,

@@ -83,7 +83,9 @@ class Calibration:
         if self.plan.method.transform is not Transform.NONE:
             # What the chip's cast makes of an input is not known before factors have moved into it.
             smooths = self.plan.method.transform is Transform.SMOOTHING
-            return InputObserver(features, None, ranges, SAMPLE_TOKENS if smooths else 0)
+            if not self.plan.method.uses_second_moments:
+                ranges = ()
+            return InputObserver(features, None, ranges, SAMPLE_TOKENS if smooths else 0, weighed=True)
         return InputObserver(
             features,
             chip.cast,

@@ -10,6 +10,7 @@ import torch
 from qwen_quantize.calibrators.experts import ExpertPolicy
 from qwen_quantize.calibrators.gain import is_biased
 from qwen_quantize.calibrators.methods import METHODS, Method
+from qwen_quantize.calibrators.problem import Effort
 from qwen_quantize.checkpoint.completeness import check_tensors, stacked_experts
 from qwen_quantize.checkpoint.layouts import DEFAULT_LAYOUT, LAYOUTS, BlockLayout, Layout
 from qwen_quantize.checkpoint.planned_source import PlannedSource
@@ -82,6 +83,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         raise UserError(
             f"--quant-method {recipe.method!r} is not one of the methods here: {', '.join(sorted(METHODS))}"
         )
+    _require_effort(recipe, method)
     scheme = base_scheme(recipe, method)
     resolution = resolve_device(
         recipe.device,
@@ -163,6 +165,17 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         disk_bytes=output_bytes + hidden,
         peak_memory_bytes=memory.peak,
     )
+
+
+def _require_effort(recipe: Recipe, method: Method) -> None:
+    """UserError where high effort would change nothing."""
+    if recipe.effort is Effort.NORMAL:
+        return
+    if not method.has_high_effort:
+        able = ", ".join(name for name, one in METHODS.items() if one.has_high_effort)
+        raise UserError(f"--effort high has nothing to go on with after {method.name}; it is for {able}")
+    if not recipe.calibrates:
+        raise UserError("--effort high works on what the inputs are like; give --calibration-dataset")
 
 
 def _only_calibrated(candidates: Candidates, scheme: Scheme) -> tuple[Candidates, tuple[str, ...]]:

@@ -64,6 +64,7 @@ def solve_group(
             gain=gain,
             maps=maps,
             tensor_scale=tensor_scale,
+            effort=plan.recipe.effort,
         )
         solutions[module] = _solve(plan, problem)
     return solutions
