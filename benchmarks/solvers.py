@@ -48,9 +48,7 @@ class Solver:
 
     @property
     def name(self) -> str:
-        return "/".join(
-            [self.method, *["zero"] * self.asymmetric, *["high"] * (self.effort is Effort.HIGH)]
-        )
+        return "/".join([self.method, *["zero"] * self.asymmetric, *["high"] * (self.effort is Effort.HIGH)])
 
 
 SOLVERS = tuple(
