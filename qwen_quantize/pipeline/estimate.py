@@ -22,9 +22,8 @@ from qwen_quantize.pipeline.tensors import Action
 _PRODUCT_SIZE = 768
 _SAMPLE_SHAPE = (512, 4096)
 _WRITTEN_BYTES = 64 << 20
-_PASSES = (
-    4  # over all columns of a weight after its compensated rounding: two sweeps, a refit, one more sweep
-)
+# Over all columns of a weight after its compensated rounding: two sweeps, a refit, one more sweep.
+_PASSES = 4
 
 
 @dataclass(frozen=True, slots=True)
