@@ -55,6 +55,7 @@ def search_awq(
     sampled_weights: int | None = SAMPLED_WEIGHTS,
     rows_together: int = 1,
     diagonal: bool = True,
+    remaining: Tensor | None = None,
 ) -> ScaleChoice:
     """The factors with the least output error of the linears `weights` [n_i, K] float32 that read one stream.
 
@@ -66,10 +67,14 @@ def search_awq(
     rounding can be worse than nothing for one that clips. tie: [K] int64, the factor that each column takes, or
     None for its own. sampled_weights: how many of all readers the error is measured on, None for all; rows are taken
     `rows_together` at a time (the height of the region that shares a scale) and evenly spread. diagonal: leave
-    out what errors of two features do together, which from few rows is mostly noise.
+    out what errors of two features do together, which from few rows is mostly noise. remaining: [K] float32, what a
+    squared error in each column counts once those after it make up for it, where the rounding that follows
+    compensates; a feature's square is then the geometric mean of this and its own.
     """
     sampled = sample_rows(weights, sampled_weights, rows_together)
     size = feature_size(statistics)
+    if remaining is not None:
+        size = _floored((size * remaining.sqrt()).sqrt())
     moments = (size.square(),) if diagonal else second_moments(statistics)
     weight_size = torch.stack([weight.square().mean(dim=0) for weight in weights]).mean(dim=0).sqrt()
     if tie is not None:
@@ -103,15 +108,7 @@ def balanced(scale: Tensor) -> Tensor:
 
 def feature_size(statistics: InputStatistics) -> Tensor:
     """[K] float32: the root mean square of each feature, those that are next to silent raised to a floor."""
-    return _floored(mean_squares(statistics).sqrt().float())
-
-
-def mean_squares(statistics: InputStatistics) -> Tensor:
-    """[K] float64: E[x^2] of each feature, as the second moments weigh tokens where there are any."""
-    if not statistics.second_moments:
-        return statistics.mean_square()
-    diagonals = torch.cat([moment.diagonal() for moment in statistics.second_moments])
-    return diagonals / (statistics.weight_total or 1.0)
+    return _floored(statistics.weighed_mean_square().sqrt().float())
 
 
 def second_moments(statistics: InputStatistics) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from qwen_quantize.calibrators.error_feedback import (
     squared_norm,
 )
 from qwen_quantize.calibrators.hessian import DAMPING
-from qwen_quantize.calibrators.problem import HessianFactor, LayerProblem, LayerSolution
+from qwen_quantize.calibrators.problem import Effort, HessianFactor, LayerProblem, LayerSolution
 from qwen_quantize.calibrators.range_search import (
     Grid,
     grid_codes,
@@ -26,6 +26,7 @@ from qwen_quantize.calibrators.range_search import (
     value_codes,
 )
 from qwen_quantize.calibrators.scale_refit import refitted_scales
+from qwen_quantize.calibrators.thorough import improve
 from qwen_quantize.formats.blocks import QuantizedTensor, block_amax
 from qwen_quantize.formats.granularity import GranularityKind
 from qwen_quantize.formats.schemes import TensorSpec
@@ -48,7 +49,7 @@ def solve_rounding(problem: LayerProblem) -> LayerSolution:
 def solve_compensated(problem: LayerProblem) -> LayerSolution:
     """As `solve_rounding`, then with error compensation, coordinate descent on the codes, and refitted scales.
 
-    Without factors it is `solve_rounding`.
+    Without factors it is `solve_rounding`. With high effort `improve` goes on from there.
     """
     return _solve(problem, problem.factors)
 
@@ -152,6 +153,11 @@ def _solve_strip(
         refused = not error < best
         if not refused:
             found, best = compensated, error
+        if problem.effort is Effort.HIGH:
+            improved = improve(target, *found, spec, factors)
+            error = error_of(*improved)
+            if error < best:
+                found, best = improved, error
     if baseline < best:  # the search minds only the diagonal of the Hessian
         found, best = (plain_codes, plain), baseline
     return _Solved(
@@ -181,12 +187,7 @@ def _column_weight(problem: LayerProblem) -> Tensor | None:
     if problem.factors:
         return torch.cat([factor.hessian.diagonal() for factor in problem.factors])
     statistics = problem.statistics
-    if statistics is None:
-        return None
-    if statistics.second_moments:  # of the inputs as the chip sees them, each token weighted
-        diagonal = torch.cat([moment.diagonal() for moment in statistics.second_moments])
-        return (diagonal / (statistics.weight_total or 1.0)).float()
-    return statistics.mean_square().float()
+    return None if statistics is None else statistics.weighed_mean_square().float()
 
 
 def compensated_weight(factors: Sequence[HessianFactor]) -> Tensor:

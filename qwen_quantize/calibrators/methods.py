@@ -24,9 +24,10 @@ class Transform(StrEnum):
 class Method:
     """A solver, the named scheme it fills, and what it needs.
 
-    uses_second_moments: of the inputs, for the solver or the transform; compensates: the solver wants their
-    factors. damping, damping_floor: of those factors, see `factorize`. any_scheme: it fills every scheme without a
-    method of its own. needs_data: it means nothing without text. also: schemes beside its own that it fills.
+    uses_second_moments: of the inputs, for the solver or the transform, where mean squares are not enough.
+    compensates: the solver wants their factors. damping, damping_floor: of those factors, see `factorize`.
+    any_scheme: it fills every scheme without a method of its own. needs_data: it means nothing without text.
+    also: schemes beside its own that it fills.
     """
 
     name: str
@@ -41,6 +42,11 @@ class Method:
     compensates: bool = True
     damping: float = GRID_DAMPING
     damping_floor: float = GRID_FLOOR
+
+    @property
+    def has_high_effort(self) -> bool:
+        """Whether its solver goes on where it is asked to; with data, as it works on second moments."""
+        return self.solve is solve_compensated
 
 
 def _narrow(scheme: str, description: str) -> Method:
@@ -98,7 +104,7 @@ METHODS: dict[str, Method] = {
             "awq",
             "w4a16",
             solve_rounding,
-            uses_second_moments=True,
+            uses_second_moments=False,
             description="4-bit weights, input channels scaled by their activations, ranges searched",
             transform=Transform.AWQ,
             needs_data=True,

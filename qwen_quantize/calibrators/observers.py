@@ -34,7 +34,7 @@ class InputStatistics:
     second_moments: [k, k] float64 sums of w Q(x) Q(x)^T over consecutive ranges of features, commonly one of
     all K; Q is the chip's cast (the identity without one) and w the token's weight. () when only the cheap
     statistics were asked for. cross: [K] float64 sum of w x Q(x), each feature with itself, gathered with the
-    second moments; cross_moments: [k, k] float64 sums of w x Q(x)^T over the same ranges, if asked for.
+    second moments or alone; cross_moments: [k, k] float64 sums of w x Q(x)^T over the same ranges, if asked for.
     weight_total: the sum of the weights. sample: tokens spread over all that were seen, if asked for.
     """
 
@@ -53,6 +53,16 @@ class InputStatistics:
         """[K] float64 E[x^2] of each feature."""
         return self.squares / max(self.tokens, 1)
 
+    def weighed_mean_square(self) -> Tensor:
+        """[K] float64 E[x^2] of each feature with tokens weighed, as far as that was gathered."""
+        if self.second_moments:
+            diagonal = torch.cat([moment.diagonal() for moment in self.second_moments])
+        elif self.weight_total > 0 and bool(self.cross.any()):
+            diagonal = self.cross
+        else:
+            return self.mean_square()
+        return diagonal / (self.weight_total or 1.0)
+
     def outlier_ratio(self) -> float:
         """The largest amax over rms of a feature: how far the loudest outlier stands out of its own feature."""
         rms = self.mean_square().sqrt()
@@ -65,7 +75,7 @@ class InputObserver:
 
     cast: the chip's cast of this input, or None. moment_ranges: sizes of the ranges of features whose second
     moments are gathered, summing to K; () for the cheap statistics alone. sample_tokens: how many tokens to keep
-    at most. crossed: gather the full cross moments too.
+    at most. crossed: gather the full cross moments too. weighed: gather `cross` without second moments too.
     """
 
     def __init__(
@@ -76,6 +86,7 @@ class InputObserver:
         sample_tokens: int = 0,
         *,
         crossed: bool = False,
+        weighed: bool = False,
     ) -> None:
         if moment_ranges and sum(moment_ranges) != features:
             raise ValueError(f"ranges {list(moment_ranges)} do not make {features} features")
@@ -89,6 +100,7 @@ class InputObserver:
         self.cross = torch.zeros(features, dtype=torch.float64)
         self.cross_moments = tuple(torch.zeros_like(moment) for moment in self.second_moments if crossed)
         self.weight_total = 0.0
+        self._weighed = weighed or bool(moment_ranges)
         self.sample = None if sample_tokens == 0 else _Sampler(features, sample_tokens)
 
     def observe(self, x: Tensor, weight: Tensor | None = None) -> None:
@@ -102,12 +114,12 @@ class InputObserver:
         self.squares += x.square().sum(dim=0)
         self.histogram += exponent_mantissa_histogram(x)
         self.weight_total += x.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
-        if not self.second_moments and self.sample is None:
+        if not self._weighed and self.sample is None:
             return
         seen = x if self.cast is None else self.cast(x)
         if self.sample is not None:
             self.sample.add(seen, weight)
-        if not self.second_moments:
+        if not self._weighed:
             return
         weighted = seen if weight is None else seen * weight.unsqueeze(1)
         self.cross += (weighted * x).sum(dim=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -27,6 +28,13 @@ class HessianFactor:
     damping: float
 
 
+class Effort(StrEnum):
+    """How long a solver goes on. HIGH: scales, zero points and codes are found together (`thorough.improve`)."""
+
+    NORMAL = "normal"
+    HIGH = "high"
+
+
 @dataclass(frozen=True, slots=True)
 class LayerProblem:
     """weight: [out, in] float32. `statistics` and `factors` describe the input; None and () mean no data.
@@ -49,6 +57,7 @@ class LayerProblem:
     gain: Tensor | None = None
     tensor_scale: float | None = None
     maps: tuple[Tensor, ...] = ()
+    effort: Effort = Effort.NORMAL
 
     def towards(self, weight: Tensor) -> Tensor:
         """What some rows [n, in] of the weight are to become before they are rounded."""

@@ -234,10 +234,7 @@ def _range(weight: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
     if spec.symmetric:
         high = block_amax(weight, spec.granularity)
         return -high, high
-    rows, columns = spec.granularity.block_shape(tuple(weight.shape))
-    down, across = spec.granularity.scale_shape(tuple(weight.shape))
-    padding = (0, across * columns - weight.shape[1], 0, down * rows - weight.shape[0])
-    tiles = functional.pad(weight, padding).view(down, rows, across, columns)
+    tiles = region_tiles(weight, spec.granularity)
     return tiles.amin(dim=(1, 3)).clamp_(max=0), tiles.amax(dim=(1, 3)).clamp_(min=0)
 
 
@@ -329,22 +326,41 @@ def _is_refitted(spec: TensorSpec) -> bool:
 
 
 def _refit(weight: Tensor, spec: TensorSpec, importance: Tensor, grid: Grid) -> Grid:
-    """The grid with the scales that are best for the codes it gives: weighted least squares."""
-    shape = tuple(weight.shape)
-    scale, zero = grid.expanded(spec.granularity, shape)
-    steps = quantized_values(weight, scale, zero, ladder_of(spec.format)) / scale
-    weighted = steps * importance
-    products = region_sums(weighted * weight, spec.granularity)
-    squares = region_sums(weighted * steps, spec.granularity)
+    """The grid with the scales that are best for the integers it gives: weighted least squares."""
+    format = spec.format
+    assert isinstance(format, IntFormat)
+    tiles = region_tiles(weight, spec.granularity)
+    weights = functional.pad(importance, (0, tiles.shape[2] * tiles.shape[3] - importance.shape[0]))
+    steps = tiles / _over_tiles(grid.effective_scale())
+    if grid.zero_point is None:
+        steps.clamp_(format.minimum, format.maximum)
+    else:
+        zero = _over_tiles(grid.zero_point)
+        steps = torch.minimum(torch.maximum(steps, format.minimum - zero), format.maximum - zero)
+    steps.round_()
+    weighted = steps * weights.view(tiles.shape[2:])
+    products = (weighted * tiles).sum(dim=(1, 3))
+    squares = weighted.mul_(steps).sum(dim=(1, 3))
     same_sign = (squares > 0) & (products * grid.scale > 0)
     fitted = torch.where(same_sign, products / squares, grid.scale)
     return Grid(stored_scale(fitted, spec.scale_format), grid.zero_point, grid.tensor_scale)
 
 
-def region_sums(x: Tensor, granularity: Granularity) -> Tensor:
-    """The sum over each region of x [N, K] float32, of the scale's shape."""
+def _over_tiles(region_values: Tensor) -> Tensor:
+    """[down, across] as it broadcasts over `region_tiles`."""
+    return region_values.unsqueeze(1).unsqueeze(3)
+
+
+def region_tiles(x: Tensor, granularity: Granularity) -> Tensor:
+    """x [N, K] as [down, rows, across, columns] of its regions, zeros behind its ends."""
     shape = tuple(x.shape)
     rows, columns = granularity.block_shape(shape)
     down, across = granularity.scale_shape(shape)
-    padded = functional.pad(x, (0, across * columns - shape[1], 0, down * rows - shape[0]))
-    return padded.view(down, rows, across, columns).sum(dim=(1, 3))
+    if shape != (down * rows, across * columns):
+        x = functional.pad(x, (0, across * columns - shape[1], 0, down * rows - shape[0]))
+    return x.reshape(down, rows, across, columns)
+
+
+def region_sums(x: Tensor, granularity: Granularity) -> Tensor:
+    """The sum over each region of x [N, K] float32, of the scale's shape."""
+    return region_tiles(x, granularity).sum(dim=(1, 3))

@@ -34,6 +34,7 @@ app.command("init-ci")(init_ci_command)
 app.command("check")(check_command)
 
 EXPERT_POLICIES = ("shrink", "forced", "round")
+EFFORTS = ("normal", "high")
 
 _CALIBRATING = (
     "calibration_dataset", "calibration_column", "calibration_samples", "calibration_length", "seed",
@@ -185,6 +186,13 @@ def main_command(
             help="Experts with too few tokens: shrink (toward all tokens), forced (all tokens), round.",
         ),
     ] = "shrink",
+    effort: Annotated[
+        str,
+        typer.Option(
+            "--effort",
+            help="normal, or high: scales and codes found together, for several times the solver's time.",
+        ),
+    ] = "normal",
     ignore: Annotated[
         list[str] | None,
         typer.Option("--ignore", help="Keep these linears in high precision (glob or re:...). Repeatable."),
@@ -363,7 +371,10 @@ def main_command(
             raise UserError(
                 f"--expert-policy {expert_policy!r} is not one of the policies: {', '.join(EXPERT_POLICIES)}"
             )
+        if effort not in EFFORTS:
+            raise UserError(f"--effort {effort!r} is not one of: {', '.join(EFFORTS)}")
         from qwen_quantize.calibrators.experts import ExpertPolicy
+        from qwen_quantize.calibrators.problem import Effort
         from qwen_quantize.chip_profiles.measured import device_with_layer
         from qwen_quantize.cli.mixed import mixed_request
         from qwen_quantize.cli.quantize import Validation, run_quantize
@@ -394,6 +405,7 @@ def main_command(
             with_claims=with_claims,
             allow_unsupported=allow_unsupported,
             max_memory=parse_size(max_memory),
+            effort=Effort(effort),
         )
         if recipe_file is not None:
             from qwen_quantize.pipeline.recipe_file import with_recipe

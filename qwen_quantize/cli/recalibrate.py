@@ -6,10 +6,12 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from qwen_quantize.calibrators.experts import ExpertPolicy
+from qwen_quantize.calibrators.problem import Effort
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic
 from qwen_quantize.chip_profiles.devices import resolve_device
 from qwen_quantize.chip_profiles.headroom import overflow_words, rule_with_headroom
@@ -37,6 +39,7 @@ _OPTIONS = {
     "length": "--calibration-length",
     "seed": "--seed",
     "expert_policy": "--expert-policy",
+    "effort": "--effort",
     "block_size": "--block-size",
     "scheme": "--scheme",
     "group_size": "--group-size",
@@ -49,6 +52,7 @@ _FLAGS = {
     "allow_unsupported": "--allow-unsupported",
 }
 _LISTS = {"ignore": "--ignore", "include": "--include"}
+_CHOICES: dict[str, type[StrEnum]] = {"expert_policy": ExpertPolicy, "effort": Effort}
 _TEXTS = ("method",)
 _OPTIONAL_TEXTS = ("dataset", "column", "statistics", "scheme", "layout")
 _INTEGERS = ("samples", "length", "seed", "max_shard_bytes")
@@ -109,7 +113,7 @@ def _recipe(manifest: Mapping[str, Any], where: str) -> Recipe:
         *_OPTIONAL_INTEGERS,
         *_FLAGS,
         *_LISTS,
-        "expert_policy",
+        *_CHOICES,
     ):
         if key not in request:
             continue
@@ -123,15 +127,13 @@ def _recipe(manifest: Mapping[str, Any], where: str) -> Recipe:
             fits = integer
         elif key in _OPTIONAL_INTEGERS:
             fits = integer or value is None
-        elif key == "expert_policy":
-            fits = value in tuple(ExpertPolicy)
+        elif key in _CHOICES:
+            fits = value in tuple(_CHOICES[key])
         else:
             fits = isinstance(value, str) or (value is None and key in _OPTIONAL_TEXTS)
         if not fits:
             raise refuse(key)
-        found[key] = (
-            tuple(value) if key in _LISTS else ExpertPolicy(value) if key == "expert_policy" else value
-        )
+        found[key] = tuple(value) if key in _LISTS else _CHOICES[key](value) if key in _CHOICES else value
     source = manifest["source"].get("path")
     if not isinstance(source, str) or not source or "method" not in found:
         raise UserError(f"the manifest of {where} does not say from which model and how it was made")

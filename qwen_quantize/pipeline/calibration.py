@@ -84,7 +84,9 @@ class Calibration:
         if choice.method.transform is not Transform.NONE:
             # What the chip's cast makes of an input is not known before factors have moved into it.
             smooths = choice.method.transform is Transform.SMOOTHING
-            return InputObserver(features, None, ranges, SAMPLE_TOKENS if smooths else 0)
+            if not choice.method.uses_second_moments:
+                ranges = ()
+            return InputObserver(features, None, ranges, SAMPLE_TOKENS if smooths else 0, weighed=True)
         return InputObserver(
             features,
             chip.cast,

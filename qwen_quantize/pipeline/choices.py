@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from qwen_quantize.calibrators.experts import ExpertPolicy
 from qwen_quantize.calibrators.methods import METHODS, Method
+from qwen_quantize.calibrators.problem import Effort
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, assumable_for, resolve_arithmetic
 from qwen_quantize.chip_profiles.headroom import require_headroom
@@ -32,6 +33,7 @@ class LinearChoice:
     scheme: Scheme
     arithmetic: Arithmetic
     block: tuple[int, int]
+    effort: Effort = Effort.NORMAL
 
     def chip_compute(self, input_scale: float | None = None) -> ChipCompute:
         """The cast of its input, and the chip's matrix unit where sums are narrow.
@@ -116,7 +118,7 @@ def choose_linears(
             )
         part = replace(selection, quantized={module: selection.quantized[module] for module in modules})
         fitted = fit_scheme(own, scheme, part, linears, dtype)
-        found[one] = LinearChoice(method, fitted.scheme, arithmetic, fitted.block)
+        found[one] = LinearChoice(method, fitted.scheme, arithmetic, fitted.block, recipe.effort)
         by_module |= dict.fromkeys(modules, found[one])
         notes |= dict.fromkeys(fitted.notes)
     by_module = {module: by_module[module] for module in selection.quantized}

@@ -186,10 +186,11 @@ def seen_by_chip(plan: Plan, stored: StreamStatistics, module: str) -> InputStat
     moments = _narrowed(seen.second_moments, plan.memory.most_features)
     sample = seen.sample
     assert sample is not None
+    wanted = choice.method.uses_second_moments
     if choice.method.transform is not Transform.NONE:
         smooths = choice.method.transform is Transform.SMOOTHING
-        return replace(seen, second_moments=moments, sample=sample if smooths else None)
-    wanted = choice.method.uses_second_moments
+        kept = sample if smooths else None
+        return replace(seen, second_moments=moments if wanted else (), sample=kept)
     if chip.cast is None:
         kept = None if chip.unit is None else sample
         return replace(seen, second_moments=moments if wanted else (), sample=kept)

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from qwen_quantize.calibrators.block_convert import quantize_rows
-from qwen_quantize.calibrators.problem import LayerProblem
+from qwen_quantize.calibrators.problem import Effort, LayerProblem
+from qwen_quantize.calibrators.thorough import ROUNDS, SWEEPS
 from qwen_quantize.checkpoint.disk import free_bytes
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.models.blueprint import Blueprint, Half
@@ -21,6 +22,8 @@ from qwen_quantize.pipeline.tensors import Action
 _PRODUCT_SIZE = 768
 _SAMPLE_SHAPE = (512, 4096)
 _WRITTEN_BYTES = 64 << 20
+# Over all columns of a weight after its compensated rounding: two sweeps, a refit, one more sweep.
+_PASSES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,16 @@ def estimate_seconds(plan: Plan, source: CheckpointSource, rates: Rates) -> floa
 def _operations(plan: Plan, blueprint: Blueprint) -> float:
     """Forward passes before and after, second moments, factorizations and compensated rounding."""
     tokens = 0 if plan.recipe.statistics is not None else plan.recipe.samples * plan.recipe.length
+    passes = _PASSES
+    if plan.recipe.effort is Effort.HIGH:
+        passes += ROUNDS * (SWEEPS + _PASSES)
     total = 0.0
     for layer in range(blueprint.num_layers):
         for half in Half:
             for sites in blueprint.streams(layer, half).values():
-                total += _group_operations([blueprint.linear_shape(site, layer) for site in sites], tokens)
+                total += _group_operations(
+                    [blueprint.linear_shape(site, layer) for site in sites], tokens, passes
+                )
         experts = blueprint.num_experts(layer)
         if not experts:
             continue
@@ -104,15 +112,15 @@ def _operations(plan: Plan, blueprint: Blueprint) -> float:
         share = tokens * (moe.experts_per_token if moe is not None else 1) / experts
         for sites in blueprint.expert_streams(layer).values():
             shapes = [blueprint.linear_shape(site, layer) for site in sites]
-            total += experts * _group_operations(shapes, int(share))
+            total += experts * _group_operations(shapes, int(share), passes)
     return total
 
 
-def _group_operations(shapes: list[tuple[int, int]], tokens: int) -> float:
-    """Of one group that shares an input; float64 work counts double."""
+def _group_operations(shapes: list[tuple[int, int]], tokens: int, passes: int) -> float:
+    """Of one group that shares an input; float64 work counts double. passes: over all columns after rounding."""
     columns = shapes[0][1]
     rows = sum(shape[0] for shape in shapes)
     forward = 2 * 2 * tokens * rows * columns
     moments = tokens * columns**2
     factor = 2 * (columns**3 / 3 + columns**3 / 3)
-    return forward + moments + factor + rows * columns**2 + 4 * rows * columns**2
+    return forward + moments + factor + (1 + passes) * rows * columns**2

@@ -10,7 +10,8 @@ import torch
 
 from qwen_quantize.calibrators.experts import ExpertPolicy
 from qwen_quantize.calibrators.gain import is_biased
-from qwen_quantize.calibrators.methods import Method
+from qwen_quantize.calibrators.methods import METHODS, Method
+from qwen_quantize.calibrators.problem import Effort
 from qwen_quantize.checkpoint.completeness import check_tensors, stacked_experts
 from qwen_quantize.checkpoint.compressed_tensors import COMPRESSED_TENSORS
 from qwen_quantize.checkpoint.layout_parts import Destination
@@ -75,7 +76,7 @@ class Plan:
 
     @property
     def principal(self) -> LinearChoice:
-        return LinearChoice(self.method, self.scheme, self.arithmetic, self.block)
+        return LinearChoice(self.method, self.scheme, self.arithmetic, self.block, self.recipe.effort)
 
     def choice_of(self, module: str) -> LinearChoice:
         """What becomes of a linear; of one that is kept, what would by default."""
@@ -102,7 +103,9 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
             "--expert-policy forced sends every expert tokens that the router did not, which takes a forward pass; "
             "give --calibration-dataset in place of --from-statistics"
         )
-    scheme = base_scheme(recipe, method_named(recipe.method))
+    method = method_named(recipe.method)
+    _require_effort(recipe, method)
+    scheme = base_scheme(recipe, method)
     resolution = resolve_device(
         recipe.device,
         scheme,
@@ -183,6 +186,17 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         disk_bytes=output_bytes + hidden,
         peak_memory_bytes=memory.peak,
     )
+
+
+def _require_effort(recipe: Recipe, method: Method) -> None:
+    """UserError where high effort would change nothing."""
+    if recipe.effort is Effort.NORMAL:
+        return
+    if not method.has_high_effort:
+        able = ", ".join(name for name, one in METHODS.items() if one.has_high_effort)
+        raise UserError(f"--effort high has nothing to go on with after {method.name}; it is for {able}")
+    if not recipe.calibrates:
+        raise UserError("--effort high works on what the inputs are like; give --calibration-dataset")
 
 
 def _only_calibrated(

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qwen_quantize.calibrators.experts import ExpertPolicy
+from qwen_quantize.calibrators.problem import Effort
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Recipe:
     max_memory: int | None = None
     max_shard_bytes: int = 4_500_000_000
     rules: tuple[Rule, ...] = ()
+    effort: Effort = Effort.NORMAL
 
     @property
     def calibrates(self) -> bool:
@@ -69,6 +71,7 @@ class Recipe:
         """Every field, as JSON can hold it: a resumed run must ask for exactly the same."""
         record = asdict(self)
         record["expert_policy"] = self.expert_policy.value
+        record["effort"] = self.effort.value
         record["versions"] = dict(self.versions)
         record["assume"] = dict(self.assume)
         record["ignore"], record["include"] = list(self.ignore), list(self.include)

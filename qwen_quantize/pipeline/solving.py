@@ -67,6 +67,7 @@ def solve_group(
             gain=gain,
             maps=maps,
             tensor_scale=tensor_scale,
+            effort=choice.effort,
         )
         solutions[module] = _solve(choice, problem)
     return solutions

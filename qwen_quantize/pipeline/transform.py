@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qwen_quantize.calibrators.awq import ScaleChoice, scaled_statistics, search_awq
 from qwen_quantize.calibrators.clipped_rounding import clipped_rounding
+from qwen_quantize.calibrators.grid_weights import compensated_weight
 from qwen_quantize.calibrators.methods import Transform
 from qwen_quantize.calibrators.observers import InputStatistics
 from qwen_quantize.calibrators.pair_scaling import (
@@ -37,6 +38,7 @@ from qwen_quantize.models.scale_pairs import (
 from qwen_quantize.pipeline.calibration import Calibration
 from qwen_quantize.pipeline.choices import LinearChoice
 from qwen_quantize.pipeline.plan import Plan
+from qwen_quantize.pipeline.solving import factors_of
 
 _EXPERTS_SEARCHED = 8  # of a layer, evenly spread: what all of them share is searched on these
 
@@ -131,7 +133,9 @@ def find_move(
         return clipped_rounding(weight, squares, spec, cast)
 
     if own.method.transform is Transform.AWQ:
-        choice = search_awq(weights, statistics, rounded, tie_of(pair))
+        factors = factors_of(own.method, statistics)
+        remaining = compensated_weight(factors) if factors else None
+        choice = search_awq(weights, statistics, rounded, tie_of(pair), remaining=remaining)
     else:
         activation = own.scheme.activation
         assert activation is not None
