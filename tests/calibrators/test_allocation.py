@@ -54,7 +54,11 @@ def test_fewest_bits_are_those_of_all_choices(table: list[list[Option]], most: f
 
 def test_the_last_step_is_settled_exactly() -> None:
     """The best ratio comes first in the relaxation, and then the other two together do not fit."""
-    table = [[Option(0, 7.0), Option(6, 0.0)], [Option(0, 5.0), Option(5, 0.0)], [Option(0, 5.0), Option(5, 0.0)]]
+    table = [
+        [Option(0, 7.0), Option(6, 0.0)],
+        [Option(0, 5.0), Option(5, 0.0)],
+        [Option(0, 5.0), Option(5, 0.0)],
+    ]
     found = least_loss(table, 10)
     assert found is not None
     assert (found.chosen, found.bits, found.loss) == ((0, 1, 1), 10, 7.0)

@@ -59,7 +59,9 @@ def test_later_rules_win_and_say_only_what_they_change(model: Path) -> None:
     assert grids["model.layers.1.self_attn.q_proj"] == ("w4a16", 64, True)
     assert grids["model.layers.1.mlp.gate_proj"] == ("w4a16", 32, True)
     assert grids["model.layers.1.mlp.down_proj"] == ("w4a16", 32, False)
-    assert [name for name in grids if name.startswith("model.layers.0.")] == ["model.layers.0.self_attn.o_proj"]
+    assert [name for name in grids if name.startswith("model.layers.0.")] == [
+        "model.layers.0.self_attn.o_proj"
+    ]
     assert "model.layers.0.mlp.down_proj" in plan.selection.kept
     assert plan.scheme.weight.granularity.cols == 64  # of the request
 
@@ -68,7 +70,12 @@ def test_a_rule_that_changes_the_scheme_starts_anew_with_the_grid() -> None:
     recipe = Recipe("m", "cpu", "awq", group_size=32, asymmetric=True, rules=(Rule("a", method="w8a8"),))
     found = settings_of(recipe, ["a", "b"])
     changed = found["a"].applied_to(recipe)
-    assert (changed.method, changed.scheme, changed.group_size, changed.asymmetric) == ("w8a8", "w8a8", None, False)
+    assert (changed.method, changed.scheme, changed.group_size, changed.asymmetric) == (
+        "w8a8",
+        "w8a8",
+        None,
+        False,
+    )
     assert found["b"].applied_to(recipe) == recipe
     same = Recipe("m", "cpu", "awq", group_size=32, rules=(Rule("a", method="gptq"),))
     assert settings_of(same, ["a"])["a"].applied_to(same).group_size == 32
@@ -88,7 +95,9 @@ def test_a_rule_that_changes_the_scheme_starts_anew_with_the_grid() -> None:
         ((Rule("down_proj", scheme="mxfp4"),), "nvidia-h100 cannot run mxfp4"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said_before_anything_runs(model: Path, rules: tuple[Rule, ...], message: str) -> None:
+def test_what_cannot_be_is_said_before_anything_runs(
+    model: Path, rules: tuple[Rule, ...], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         planned(model, *rules)
 
@@ -132,9 +141,21 @@ def test_a_damaged_recipe_is_one_sentence(tmp_path: Path, content: str, message:
     assert "\n" not in str(caught.value).replace(content, "")
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"request": 3}', '{"tool": {}, "request": {}}',
-                                     '{"tool": {}, "request": {"model_path": "m", "device": "d", "method": 3}}',
-                                     '{"tool": {}, "request": {"model_path": "m", "device": "d", "method": "x", "z": 1}}'])  # fmt: skip
+REQUEST = '{"tool": {}, "request": {"model_path": "m", "device": "d", %s}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{}",
+        '{"request": 3}',
+        '{"tool": {}, "request": {}}',
+        REQUEST % '"method": 3',
+        REQUEST % '"method": "x", "unknown": 1',
+        REQUEST % '"method": "x", "rules": [{"match": 1}]',
+    ],
+)
 def test_what_is_no_manifest_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "qwen_quantize.json"
     file.write_text(content)
@@ -145,7 +166,9 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: str) -> None:
 def test_the_command_line_is_laid_over_the_defaults(tmp_path: Path) -> None:
     file = written(tmp_path, "[defaults]\nmethod = 'gptq'\ngroup_size = 64\nsymmetric = false")
     asked = Recipe("m", "cpu", "ue8m0", group_size=32)
-    assert with_recipe(asked, file, {"group_size"}) == Recipe("m", "cpu", "gptq", group_size=32, asymmetric=True)
+    assert with_recipe(asked, file, {"group_size"}) == Recipe(
+        "m", "cpu", "gptq", group_size=32, asymmetric=True
+    )
 
 
 def test_a_recipe_end_to_end_and_again_from_its_manifest(model: Path, text: Path, tmp_path: Path) -> None:
@@ -171,7 +194,8 @@ def test_a_recipe_end_to_end_and_again_from_its_manifest(model: Path, text: Path
         ignore = true
         """,
     )
-    common = ["--calibration-dataset", text, "--calibration-length", 32, "--calibration-samples", 8, "--device", "nvidia-h100"]  # fmt: skip
+    common = ["--calibration-dataset", text, "--calibration-length", 32, "--calibration-samples", 8]
+    common += ["--device", "nvidia-h100"]
     held_out = tmp_path / "held-out.txt"
     held_out.write_text(words(400, seed=50))
     validation = ["--validation-text", held_out, "--validation-tokens", 256]
@@ -181,7 +205,10 @@ def test_a_recipe_end_to_end_and_again_from_its_manifest(model: Path, text: Path
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"
     assert len(config["config_groups"]) == 3
-    assert {group["format"] for group in config["config_groups"].values()} == {"pack-quantized", "int-quantized"}
+    assert {group["format"] for group in config["config_groups"].values()} == {
+        "pack-quantized",
+        "int-quantized",
+    }
     tensors = load_file(out / "model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in tensors
     manifest = json.loads((out / "qwen_quantize.json").read_text())
@@ -215,7 +242,9 @@ def test_another_group_size_over_a_manifest(model: Path, tmp_path: Path) -> None
         (["--target-bits", "4.5", "--dry-run"], "reads no weights"),
     ],
 )
-def test_wrong_options_end_with_code_two(model: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_wrong_options_end_with_code_two(
+    model: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
     result = invoke("--model-path", model, "--device", "cpu", "--output-path", tmp_path / "out", *arguments)
     assert result.exit_code == 2
     assert message in result.output
