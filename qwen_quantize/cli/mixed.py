@@ -56,18 +56,17 @@ def choose(
     """Weigh the candidates on statistics that are collected now, in a folder beside the target, or were before."""
     from qwen_quantize.engine.load import ModelReader
     from qwen_quantize.pipeline.collect import collect
-    from qwen_quantize.pipeline.mixed import check_request, choose_mixed
-    from qwen_quantize.pipeline.plan import make_plan
+    from qwen_quantize.pipeline.mixed import choose_mixed, weigh_request
     from qwen_quantize.pipeline.recipe import Output
     from qwen_quantize.pipeline.run import read_calibration
     from qwen_quantize.pipeline.statistics_folder import read_statistics
 
-    check_request(recipe, request, make_plan(recipe, source))
+    candidates = weigh_request(recipe, request, source)
     reader = ModelReader(source)
     if recipe.statistics is not None:
         folder = read_statistics(recipe.statistics)
         with speaker.progress("choose") as progress:
-            return choose_mixed(recipe, request, source, reader, folder, None, progress)
+            return choose_mixed(recipe, request, candidates, reader, folder, None, progress)
     calibration = read_calibration(recipe, reader)
     assert calibration is not None
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +74,7 @@ def choose(
         with speaker.progress("collect") as progress:
             folder = collect(recipe, reader, Output(Path(name) / "statistics"), progress)
         with speaker.progress("choose") as progress:
-            return choose_mixed(recipe, request, source, reader, folder, calibration.tokens, progress)
+            return choose_mixed(recipe, request, candidates, reader, folder, calibration.tokens, progress)
 
 
 def mixed_lines(record: dict[str, Any]) -> list[str]:

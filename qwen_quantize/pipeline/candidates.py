@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qwen_quantize.calibrators.methods import METHODS, Method
@@ -20,6 +20,7 @@ from qwen_quantize.pipeline.tensors import float_dtype
 
 KEPT = "16"
 _INTEGERS = ("32", "64", "128")
+_CHOOSABLE = ("w4a16", "w8a16", "w4a8")  # schemes whose groups have a size to choose
 # By the scheme that is asked for: what has the same activations, so that no stream is cast in two ways without need.
 _BESIDE: dict[str, tuple[str, ...]] = {
     "w4a16": (*(f"w4a16:{size}" for size in _INTEGERS), "w8a16", KEPT),
@@ -120,7 +121,7 @@ def candidate_plan(
     size = candidate.group_size
     if size is None:
         grid = SCHEMES[candidate.scheme].weight.granularity
-        fixed = candidate.scheme not in ("w4a16", "w8a16", "w4a8") and grid.kind is GranularityKind.GROUP
+        fixed = candidate.scheme not in _CHOOSABLE and grid.kind is GranularityKind.GROUP
         size = grid.cols if fixed else None
     shapes = base.selection.quantized
     fitting = [unit for unit in units if not size or all(shapes[module][1] % size == 0 for module in unit)]
@@ -129,6 +130,22 @@ def candidate_plan(
         return base, frozenset()
     plan = make_plan(replace(recipe, rules=(*rules, *recipe.rules)), source)
     return plan, frozenset(unit[0] for unit in fitting)
+
+
+def with_own_group(
+    candidate: Candidate,
+    plan: Plan | None,
+    units: Sequence[Sequence[str]],
+    fitting: Mapping[str, frozenset[str]],
+) -> Candidate:
+    """The candidate with the group size that its plan came to: another one might fit the linears that get it."""
+    if plan is None or candidate.group_size is not None or candidate.scheme not in _CHOOSABLE:
+        return candidate
+    unit = next((unit for unit in units if unit[0] in fitting[candidate.name]), None)
+    if unit is None:
+        return candidate
+    grid = plan.scheme_of(unit[0]).weight.granularity
+    return replace(candidate, group_size=grid.cols if grid.kind is GranularityKind.GROUP else 0)
 
 
 def linear_bits(plan: Plan, module: str) -> int:

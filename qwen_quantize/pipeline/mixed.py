@@ -27,6 +27,7 @@ from qwen_quantize.pipeline.candidates import (
     candidates_for,
     kept_bits,
     linear_bits,
+    with_own_group,
 )
 from qwen_quantize.pipeline.choices import units_of
 from qwen_quantize.pipeline.perturbation import PerturbedReader, measure_divergence
@@ -70,10 +71,31 @@ class _Unit:
     options: dict[str, Option]
 
 
-def check_request(recipe: Recipe, request: MixedRequest, plan: Plan) -> tuple[Candidate, ...]:
-    """The candidates; UserError, before anything runs, for what cannot be chosen."""
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What there is to choose, known before anything runs.
+
+    units: linears that become the same; bits: of each unit by candidate. plans: by candidate, with it for the linears
+    in `fitting`. fixed: linears that stay as the request says, which take fixed_bits. weights: in all.
+    """
+
+    base: Plan
+    named: Mapping[str, Candidate]
+    units: tuple[tuple[str, ...], ...]
+    bits: tuple[Mapping[str, int], ...]
+    plans: Mapping[str, Plan]
+    fitting: Mapping[str, frozenset[str]]
+    fixed: tuple[str, ...]
+    fixed_bits: int
+    weights: int
+
+
+def weigh_request(recipe: Recipe, request: MixedRequest, source: CheckpointSource) -> Candidates:
+    """What can be chosen; UserError for what cannot, and for a target that no choice reaches."""
+    base = make_plan(recipe, source)
+    blueprint = base.blueprint
     flag = "--target-bits" if request.max_loss is None else "--max-loss"
-    if plan.blueprint is None or not recipe.calibrates:
+    if blueprint is None or not recipe.calibrates:
         raise UserError(
             f"{flag} weighs each linear by what its inputs are like: give --calibration-dataset or --from-statistics"
         )
@@ -82,13 +104,26 @@ def check_request(recipe: Recipe, request: MixedRequest, plan: Plan) -> tuple[Ca
             "--max-loss measures the loss on text, which --from-statistics has none of; give --calibration-dataset, "
             "or --target-bits"
         )
-    return candidates_for(recipe, plan, request.candidates)
+    candidates = candidates_for(recipe, base, request.candidates)
+    units, fixed = _units(recipe, base, blueprint, candidates)
+    plans: dict[str, Plan] = {}
+    fitting: dict[str, frozenset[str]] = {}
+    for one in candidates:
+        if one.scheme is not None:
+            plans[one.name], first = candidate_plan(recipe, source, one, units, base)
+            fitting[one.name] = frozenset(m for unit in units if unit[0] in first for m in unit)
+    named = {one.name: with_own_group(one, plans.get(one.name), units, fitting) for one in candidates}
+    bits = _bits(source, base, plans, fitting, units, KEPT in named)
+    total = sum(rows * columns for rows, columns in base.selection.quantized.values())
+    fixed_bits = sum(linear_bits(base, module) for module in fixed)
+    _check_reachable(request, bits, fixed_bits, total)
+    return Candidates(base, named, tuple(units), tuple(bits), plans, fitting, tuple(fixed), fixed_bits, total)
 
 
 def choose_mixed(
     recipe: Recipe,
     request: MixedRequest,
-    source: CheckpointSource,
+    candidates: Candidates,
     reader: ModelReader,
     statistics: StatisticsFolder,
     windows: Tensor | None,
@@ -96,25 +131,11 @@ def choose_mixed(
 ) -> MixedChoice:
     """Choose. windows: [n, T] int64 calibration text; None: every error counts as its share of the residual.
 
-    UserError for a target that no choice reaches, with what comes nearest.
+    UserError for a loss that no choice stays under, with what comes nearest.
     """
-    base = make_plan(recipe, source)
-    candidates = check_request(recipe, request, base)
-    units, fixed = _units(recipe, base, reader.blueprint, candidates)
-    named = {one.name: one for one in candidates}
-    plans: dict[str, Plan] = {}
-    fitting: dict[str, frozenset[str]] = {}
-    for one in candidates:
-        if one.scheme is not None:
-            plans[one.name], first = candidate_plan(recipe, source, one, units, base)
-            fitting[one.name] = frozenset(m for unit in units if unit[0] in first for m in unit)
-    bits = _bits(source, base, plans, fitting, units, KEPT in named)
-    total = sum(rows * columns for rows, columns in base.selection.quantized.values())
-    fixed_bits = sum(linear_bits(base, module) for module in fixed)
-    _check_reachable(request, bits, fixed_bits, total)
     solver = StreamSolver(reader, statistics)
-    found = measure_sensitivity(plans, fitting, solver, progress)
-    effects = _effects(units, found, plans, fitting, solver, windows, progress)
+    found = measure_sensitivity(candidates.plans, candidates.fitting, solver, progress)
+    effects = _effects(candidates, found, solver, windows, progress)
     table = [
         _Unit(
             unit,
@@ -123,13 +144,15 @@ def choose_mixed(
                 for name, size in by_name.items()
             },
         )
-        for unit, by_name in zip(units, bits, strict=True)
+        for unit, by_name in zip(candidates.units, candidates.bits, strict=True)
     ]
-    chosen, measured = _allocate(request, table, fixed_bits, total, plans, solver, windows, progress)
+    chosen, measured = _allocate(request, table, candidates, solver, windows, progress)
     rules = tuple(
-        rule for unit, name in zip(table, chosen, strict=True) for rule in named[name].rules(unit.modules)
+        rule
+        for unit, name in zip(table, chosen, strict=True)
+        for rule in candidates.named[name].rules(unit.modules)
     )
-    record = _record(request, table, chosen, found, base, total, fixed, fixed_bits, measured, named)
+    record = _record(request, table, chosen, found, candidates, measured)
     return MixedChoice(replace(recipe, rules=(*rules, *recipe.rules)), record)
 
 
@@ -210,16 +233,15 @@ def _noise(found: Sensitivity, unit: Sequence[str], name: str) -> float:
 
 
 def _effects(
-    units: Sequence[tuple[str, ...]],
+    candidates: Candidates,
     found: Sensitivity,
-    plans: Mapping[str, Plan],
-    fitting: Mapping[str, frozenset[str]],
     solver: StreamSolver,
     windows: Tensor | None,
     progress: Progress,
 ) -> dict[str, float]:
     """KL of the predictions for each unit of noise, by the first linear of each choice: measured for the linears of
     one kind in neighbouring layers together, each as the candidate that errs most has it."""
+    units, plans, fitting = candidates.units, candidates.plans, candidates.fitting
     if windows is None:
         return {unit[0]: 1.0 for unit in units}
     kinds = _kinds(solver.reader)
@@ -263,9 +285,7 @@ def _few(windows: Tensor) -> Tensor:
 def _allocate(
     request: MixedRequest,
     table: Sequence[_Unit],
-    fixed_bits: int,
-    total: int,
-    plans: Mapping[str, Plan],
+    candidates: Candidates,
     solver: StreamSolver,
     windows: Tensor | None,
     progress: Progress,
@@ -275,11 +295,17 @@ def _allocate(
     options = [list(unit.options.values()) for unit in table]
 
     def measured(found: Allocation) -> float | None:
-        return None if windows is None else _measure(table, names, found, plans, solver, windows, progress)
+        return (
+            None
+            if windows is None
+            else _measure(table, names, found, candidates.plans, solver, windows, progress)
+        )
 
     if request.max_loss is None:
         assert request.target_bits is not None
-        found = least_loss(options, math.floor(request.target_bits * total) - fixed_bits)
+        found = least_loss(
+            options, math.floor(request.target_bits * candidates.weights) - candidates.fixed_bits
+        )
         assert found is not None  # reachable, as was checked
         return _result(names, found, measured(found))
     limit = math.log1p(request.max_loss)
@@ -343,27 +369,24 @@ def _record(
     table: Sequence[_Unit],
     chosen: Sequence[str],
     found: Sensitivity,
-    base: Plan,
-    total: int,
-    fixed: Sequence[str],
-    fixed_bits: int,
+    candidates: Candidates,
     measured: Mapping[str, float],
-    named: Mapping[str, Candidate],
 ) -> dict[str, Any]:
     """The choice in numbers. Losses are KL in nats; a rise of perplexity is exp(KL) - 1."""
+    fixed_bits, total = candidates.fixed_bits, candidates.weights
     bits = fixed_bits + sum(unit.options[name].bits for unit, name in zip(table, chosen, strict=True))
     loss = measured.get("measured", measured["sum"])
     uniform = []
-    for name in named:
+    for name in candidates.named:
         if all(name in unit.options for unit in table):
             size = fixed_bits + sum(unit.options[name].bits for unit in table)
             kl = math.fsum(unit.options[name].loss for unit in table)
             uniform.append({"candidate": name, "bits_per_weight": size / total, "predicted_kl": kl})
-    shapes = base.selection.quantized
+    shapes = candidates.base.selection.quantized
     return {
         "target_bits": request.target_bits,
         "max_loss": request.max_loss,
-        "candidates": list(named),
+        "candidates": list(candidates.named),
         "weights": total,
         "bits": bits,
         "bits_per_weight": bits / total,
@@ -371,7 +394,7 @@ def _record(
         "predicted_rise": math.expm1(loss) if "measured" in measured else None,
         "sum_of_losses": measured["sum"],
         "uniform": uniform,
-        "fixed": list(fixed),
+        "fixed": list(candidates.fixed),
         "linears": [
             {
                 "name": module,

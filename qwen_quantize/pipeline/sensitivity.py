@@ -97,15 +97,15 @@ class StreamSolver:
             return seen_by_chip(plan, self.raw(place), module)
         found = self.unit(expert_unit(place.layer, place.expert))
         own = seen_by_chip(plan, found[place.stream.value], module)
-        everyone = own
-        if place.stream is Stream.EXPERT_INPUT:
+        everyone, hidden = own, place.stream is Stream.EXPERT_HIDDEN
+        if not hidden:
             half = self.folder.read(half_unit(place.layer, Half.MLP))
             everyone = seen_by_chip(plan, half[Stream.EXPERT_INPUT.value], module)
         inputs = ExpertInputs(
             found[place.stream.value].statistics.tokens,
             lambda: {Stream.EXPERT_INPUT: own, Stream.EXPERT_HIDDEN: own},
             lambda _count: {place.stream: own},
-            lambda _count: seen_by_chip(plan, found[ANYONE], module) if ANYONE in found else own,
+            lambda _count: seen_by_chip(plan, found[ANYONE], module) if hidden else own,
         )
         policy = plan.recipe.expert_policy
         _, seen = expert_statistics(policy, place.expert, self._widths(place.layer), everyone, inputs)

@@ -78,7 +78,9 @@ def test_mixed_loses_less_than_one_scheme_at_as_many_bits(
             dense, tmp_path / str(number), "--quant-method", "rtn", "--target-bits", str(target), *candidates, *text
         )["mixed_precision"]  # fmt: skip
         assert mixed["bits_per_weight"] <= target
-        assert mixed["sum_of_losses"] < uniform[name]["predicted_kl"]
+        assert mixed["sum_of_losses"] <= uniform[name]["predicted_kl"]
+        if name == "w4a16:32":  # at 8 bits nothing may be better than the same for all
+            assert mixed["sum_of_losses"] < 0.95 * uniform[name]["predicted_kl"]
 
 
 def test_experts_of_a_layer_become_one_scheme(sparse: Path, text: list[str], tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ def test_fewest_bits_under_a_loss(dense: Path, text: list[str], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target-bits", "4.0"], "the smallest choice (w4a16:64) takes 4.2"),
+        (["--target-bits", "4.0"], "the smallest choice (w4a16:128, w4a16:64) takes 4.3073 bits"),
         (["--target-bits", "5", "--candidates", "w4a16:7"], "no candidate fits"),
         (["--target-bits", "5", "--candidates", "w3"], "'w3' is none"),
         (["--target-bits", "5", "--candidates", "mxfp4,16"], "cannot run mxfp4"),

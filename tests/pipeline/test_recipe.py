@@ -141,9 +141,21 @@ def test_a_damaged_recipe_is_one_sentence(tmp_path: Path, content: str, message:
     assert "\n" not in str(caught.value).replace(content, "")
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"request": 3}', '{"tool": {}, "request": {}}',
-                                     '{"tool": {}, "request": {"model_path": "m", "device": "d", "method": 3}}',
-                                     '{"tool": {}, "request": {"model_path": "m", "device": "d", "method": "x", "z": 1}}'])  # fmt: skip
+REQUEST = '{"tool": {}, "request": {"model_path": "m", "device": "d", %s}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{}",
+        '{"request": 3}',
+        '{"tool": {}, "request": {}}',
+        REQUEST % '"method": 3',
+        REQUEST % '"method": "x", "unknown": 1',
+        REQUEST % '"method": "x", "rules": [{"match": 1}]',
+    ],
+)
 def test_what_is_no_manifest_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "qwen_quantize.json"
     file.write_text(content)
@@ -182,7 +194,8 @@ def test_a_recipe_end_to_end_and_again_from_its_manifest(model: Path, text: Path
         ignore = true
         """,
     )
-    common = ["--calibration-dataset", text, "--calibration-length", 32, "--calibration-samples", 8, "--device", "nvidia-h100"]  # fmt: skip
+    common = ["--calibration-dataset", text, "--calibration-length", 32, "--calibration-samples", 8]
+    common += ["--device", "nvidia-h100"]
     held_out = tmp_path / "held-out.txt"
     held_out.write_text(words(400, seed=50))
     validation = ["--validation-text", held_out, "--validation-tokens", 256]
