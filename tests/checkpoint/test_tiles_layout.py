@@ -144,8 +144,6 @@ def test_what_has_no_tiles_is_refused() -> None:
         TILES.fitted(Destination("BF16", "nvidia-h100", None))
     with pytest.raises(UserError, match="FRACTAL_NZ alone"):
         TILES.fitted(Destination("BF16", "example", "rows of K"))
-    with pytest.raises(ValueError, match="before it is fitted"):
-        TILES.outputs("m", (64, 64), SCHEMES["w8a8"])
 
 
 def test_every_ascend_profile_states_tiles_and_no_other_is_misread() -> None:
