@@ -37,7 +37,7 @@ from qwen_quantize.engine.load import ModelReader, load_model
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
 from qwen_quantize.formats.tables import FP32
-from tests.checkpoint.test_ascend_layout import make_reference, sample
+from tests.checkpoint.ascend_samples import make_reference, sample
 from tests.tiny_models import make_tiny, make_tokenizer, words
 
 NZ = Tiles(16, 32)
