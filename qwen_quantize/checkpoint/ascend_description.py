@@ -44,7 +44,9 @@ class AscendDescription:
     scale_format: FloatFormat
 
     def describe(self) -> str:
-        kinds = sorted({kind for kind in self.types.values() if kind != FLOAT})
+        kinds = sorted(
+            {kind for name, kind in self.types.items() if name.endswith(".weight") and kind != FLOAT}
+        )
         return f"{' and '.join(kinds[:4]) or FLOAT} of msModelSlim"
 
 

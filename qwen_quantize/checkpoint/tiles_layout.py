@@ -46,6 +46,7 @@ _DTYPES: dict[Format, str] = {INT8: "I8", E4M3FN: "F8_E4M3", INT4: "I32"}
 _REPLACED = ("weight", "weight_packed", "weight_shape")
 _WORDS = re.compile(r"FRACTAL_NZ\b[^:]*: (\d{1,4}) rows x (\d{1,4}) bytes")
 _LARGEST_SIDE = 4096
+FRACTAL_NZ = Tiles(rows=16, bytes=32)
 
 
 def tiles_of(weight_layout: str) -> Tiles | None:
@@ -96,11 +97,11 @@ def _as_integers(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TilesLayout(UsualFolder):
-    """See the module. tiles: of the chip; None until the layout has met one."""
+    """See the module. tiles: of the chip that the layout was fitted to."""
 
     name: str
     readers: tuple[str, ...]
-    tiles: Tiles | None = None
+    tiles: Tiles = FRACTAL_NZ
 
     def fitted(self, destination: Destination) -> TilesLayout:
         if destination.weight_layout is None:
@@ -115,11 +116,6 @@ class TilesLayout(UsualFolder):
                 f"{destination.weight_layout!r}; choose another --layout"
             )
         return replace(self, tiles=tiles)
-
-    def _sized(self) -> Tiles:
-        if self.tiles is None:
-            raise ValueError(f"layout {self.name} has no tiles before it is fitted to a chip")
-        return self.tiles
 
     def _beside(self, module: str, shape: tuple[int, int], scheme: Scheme) -> list[OutputTensor]:
         """What compressed-tensors stores beside the elements: scales, zero points."""
@@ -136,7 +132,7 @@ class TilesLayout(UsualFolder):
                 f"layout {self.name} has tiles of int8, e4m3fn and int4 without zero points, not scheme {scheme.name}; "
                 "choose another --layout"
             )
-        size = tiled_shape(shape, self._sized(), weight.format.bits)
+        size = tiled_shape(shape, self.tiles, weight.format.bits)
         if weight.format == INT4:
             size = (*size[:3], size[3] // 8)
         return (
@@ -154,13 +150,12 @@ class TilesLayout(UsualFolder):
         found = COMPRESSED_TENSORS.pack(module, quantized, scheme, input_amax)
         for suffix in _REPLACED:
             found.pop(f"{module}.{suffix}", None)
-        tiles = self._sized()
         if scheme.weight.format == INT4:
-            found[f"{module}.weight"] = pack_int4_tiles(quantized.codes, tiles)
+            found[f"{module}.weight"] = pack_int4_tiles(quantized.codes, self.tiles)
         else:
             codes = quantized.codes
             found[f"{module}.weight"] = pack_tiles(
-                codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn), tiles
+                codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn), self.tiles
             )
         found[f"{module}.weight_shape"] = torch.tensor(shape)
         return found
@@ -185,7 +180,7 @@ class TilesLayout(UsualFolder):
 
     def quantization_config(self, schemes: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
         config = COMPRESSED_TENSORS.quantization_config(schemes, kept)
-        return {**config, "quant_method": METHOD, "tiles": {"layout": "FRACTAL_NZ", **asdict(self._sized())}}
+        return {**config, "quant_method": METHOD, "tiles": {"layout": "FRACTAL_NZ", **asdict(self.tiles)}}
 
     def notes(self, schemes: Mapping[str, Scheme]) -> tuple[str, ...]:  # noqa: ARG002
         return (
