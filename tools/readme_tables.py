@@ -4,7 +4,8 @@
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end generated -->`. NAME is `chips` (from the
 chip profiles), `families` (from the records of model families), `methods` (from the calibrators), `layouts` (from the
-records of layouts and what they plan for each scheme), `conversions` (from what each layout packs), `measured` (from benchmarks/results/real_model.json, where it
+records of layouts and what they plan for each scheme), `conversions` (from what each layout packs), `measured` (from
+benchmarks/results/real_model.json, where it
 exists), `measured-moe` (from those of r1_layer.json, layers.json, expert_policies.json and embedded_moe.json that
 exist in the same folder), `firmware-story` (from firmware_story.json there) or `gate` (from gate_errors.json there).
 All but the first and embedded_moe.json hold what the benchmarks of these names print with --json, r1_layer.json one

@@ -211,11 +211,11 @@ def _space_prefix(whole: Mapping[str, Any]) -> bool:
     """Whether a text gets a leading space, as SentencePiece models have it in either of two forms."""
     steps, normalizer = _steps(whole), whole.get("normalizer")
     if len(steps) == 1 and steps[0].get("type") == "Metaspace" and normalizer is None:
-        return steps[0].get("prepend_scheme", "always") != "never"
+        return bool(steps[0].get("prepend_scheme", "always") != "never")
     inner = normalizer.get("normalizers") if isinstance(normalizer, dict) else None
     kinds = [step.get("type") for step in inner or () if isinstance(step, dict)]
     if not steps and kinds in (["Prepend", "Replace"], ["Replace"]):
-        return kinds[0] == "Prepend"
+        return bool(kinds[0] == "Prepend")
     raise UserError(f"{_FILE} cuts text in a way that a GGUF of its kind cannot say; {_INSTEAD}")
 
 

@@ -116,8 +116,8 @@ class MxOssSource:
         info = self._folder.info(name)
         if info.dtype != "U8" or len(info.shape) != (4 if part == "blocks" else 3):
             raise UserError(
-                f"{self.path}: tensor {name!r} is {info.dtype} {list(info.shape)}; blocks are U8 [experts, rows, groups, "
-                "16] and scales U8 [experts, rows, groups]"
+                f"{self.path}: tensor {name!r} is {info.dtype} {list(info.shape)}; blocks are U8 [experts, rows, "
+                "groups, 16] and scales U8 [experts, rows, groups]"
             )
         if part == "blocks" and info.shape[3] != _BYTES:
             raise UserError(
@@ -176,12 +176,6 @@ class MxOssSource:
 
     def fingerprint(self) -> str:
         return self._folder.fingerprint()
-
-
-def is_mx_oss(folder: SafetensorsFolder) -> bool:
-    """Whether config.json says that experts are stored as in gpt-oss."""
-    found = folder.config.get("quantization_config")
-    return isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
 
 
 def mx_oss_config(kept: list[str]) -> dict[str, Any]:

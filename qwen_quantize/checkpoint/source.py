@@ -99,11 +99,25 @@ def _open_folder(folder: Path, allow_missing_weights: bool) -> CheckpointSource:
         return _open_file(single)
     missing = find_missing_weights(folder) if allow_missing_weights else None
     if missing is None:
-        return SafetensorsFolder(folder)
+        found = SafetensorsFolder(folder)
+        return _with_experts_apart(found) if quantization_method(found.config) == "mxfp4" else found
     # Imported here: it needs the blueprints, which opening what is there does not.
     from qwen_quantize.checkpoint.planned_source import PlannedSource
 
     return PlannedSource(folder, missing)
+
+
+def quantization_method(config: Mapping[str, Any]) -> object:
+    """The `quant_method` that a config.json names, whatever it is."""
+    found = config.get("quantization_config")
+    return found.get("quant_method") if isinstance(found, Mapping) else None
+
+
+def _with_experts_apart(folder: SafetensorsFolder) -> CheckpointSource:
+    # Imported here: it needs the layouts, which opening other folders does not.
+    from qwen_quantize.checkpoint.mx_oss import MxOssSource
+
+    return MxOssSource(folder)
 
 
 def _only_gguf(folder: Path) -> Path | None:

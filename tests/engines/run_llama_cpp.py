@@ -22,25 +22,20 @@ def main() -> None:
     server = xllamacpp.Server(params)
     answers = []
     for prompt in json.load(sys.stdin)["prompts"]:
+        request = {"prompt": prompt, "n_predict": int(sys.argv[2]), "temperature": 0.0, "logprobs": 1}
         found: dict[str, Any] = server.handle_completions(
-            {
-                "prompt": prompt,
-                "n_predict": int(sys.argv[2]),
-                "temperature": 0.0,
-                "n_probs": 1,
-                "ignore_eos": True,
-                "return_tokens": True,
-                "cache_prompt": False,
-            }
+            request | {"ignore_eos": True, "cache_prompt": False}
         )
+        content = found["choices"][0]["logprobs"]["content"]
         answers.append(
             {
-                "prompt_tokens": found["tokens_evaluated"],
-                "ids": found["tokens"],
-                "logprobs": [one["logprob"] for one in found["completion_probabilities"]],
+                "prompt_tokens": found["usage"]["prompt_tokens"],
+                "ids": [one["id"] for one in content],
+                "logprobs": [one["logprob"] for one in content],
             }
         )
     json.dump({"answers": answers}, sys.stdout)
+    sys.stdout.flush()  # the server ends the process in its own way
 
 
 if __name__ == "__main__":
