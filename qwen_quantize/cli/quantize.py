@@ -23,7 +23,10 @@ from qwen_quantize.embedded import calibration_text_path, embedded_by_name
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
 from qwen_quantize.eval.compare import HEAD_BATCH_BYTES
+from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.formats.schemes import Scheme
+from qwen_quantize.pipeline.kv_cache import kv_context, kv_lines, kv_record
+from qwen_quantize.pipeline.kv_write import write_kv_cache
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME, build_manifest
 from qwen_quantize.pipeline.memory import validation_memory
 from qwen_quantize.pipeline.plan import Plan, make_plan
@@ -105,9 +108,16 @@ def run_quantize(
     quantized = time.perf_counter()
     try:
         record = None
+        kv_plan = None
+        if plan.kv_scheme is not None:
+            with speaker.progress("key-value cache") as progress:
+                kv_plan = write_kv_cache(staged, progress)
+            for line in kv_lines(kv_plan, kv_context(plan.blueprint)):
+                speaker.say(line)
         if windows is not None and reader is not None:
-            record = {"text": text, **_validate(staged, reader, windows, speaker)}
-        manifest = build_manifest(plan, staged.journal, staged.calibration, source, record)
+            record = {"text": text, **_validate(staged, reader, windows, speaker, kv_plan)}
+        kv = None if kv_plan is None else kv_record(kv_plan, kv_context(plan.blueprint))
+        manifest = build_manifest(plan, staged.journal, staged.calibration, source, record, kv)
         staged.folder.add_file(MANIFEST_NAME, canonical_json(manifest))
         staged.folder.add_file(REPORT_NAME, render_page(manifest).encode())
         staged.folder.finish()
@@ -133,6 +143,7 @@ def run_quantize(
             "output_bytes": manifest["output_bytes"],
             "assumptions": manifest["assumptions"],
             "notes": manifest["notes"],
+            "kv_cache": manifest["kv_cache"],
             "validation": record,
             **run,
         }
@@ -164,12 +175,17 @@ def _validation_windows(reader: ModelReader, validation: Validation) -> tuple[Ev
 
 
 def _validate(
-    staged: StagedRun, reader: ModelReader, windows: EvaluationTokens, speaker: Speaker
+    staged: StagedRun,
+    reader: ModelReader,
+    windows: EvaluationTokens,
+    speaker: Speaker,
+    kv_plan: KvPlan | None = None,
 ) -> dict[str, Any]:
     """The engine reads the written bytes back and is compared with the unquantized source."""
     written = ModelReader(open_source(staged.folder.staging))
     with speaker.progress("validate") as progress:
-        return measure(written, reader, chip_compute(written, staged.plan.arithmetic), windows, progress)
+        compute = chip_compute(written, staged.plan.arithmetic)
+        return measure(written, reader, compute, windows, progress, kv_plan=kv_plan)
 
 
 def check_output(target: Path, inputs: Sequence[str | None], option: str = "--output-path") -> None:

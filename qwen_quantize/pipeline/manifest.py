@@ -28,6 +28,7 @@ def build_manifest(
     calibration: CalibrationTokens | StatisticsFolder | None,
     source: CheckpointSource,
     validation: Mapping[str, Any] | None,
+    kv_cache: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Chip, method, data, assumptions, and the error of every linear."""
     arithmetic, profile = plan.arithmetic, plan.resolution.profile
@@ -91,6 +92,7 @@ def build_manifest(
         },
         "output_bytes": plan.output_bytes,
         "source_bytes": sum(source.info(name).nbytes for name in source.names()),
+        "kv_cache": None if kv_cache is None else dict(kv_cache),
         "layers": layers,
         "head": outside,
         "validation": None if validation is None else dict(validation),

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 import qwen_quantize
+from qwen_quantize.checkpoint.compressed_tensors import CompressedTensorsLayout
+from qwen_quantize.checkpoint.kv_side import compressed_kv_scheme
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.writer import OutputFolder, plan_shards, require_free_space
 from qwen_quantize.engine.load import ModelReader
@@ -196,6 +198,8 @@ def _config_bytes(plan: Plan, source: CheckpointSource) -> bytes:
     config["quantization_config"] = plan.layout.quantization_config(
         dict.fromkeys(plan.selection.quantized, plan.scheme), list(kept)
     )
+    if plan.kv_outputs and plan.kv_scheme is not None and isinstance(plan.layout, CompressedTensorsLayout):
+        config["quantization_config"]["kv_cache_scheme"] = compressed_kv_scheme(plan.kv_scheme)
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
