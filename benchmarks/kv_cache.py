@@ -6,9 +6,9 @@
 Each row is one scheme on one model: bits of a quantized value with its scales, bits of a value at the context's end
 with window and sinks, and the rise of perplexity with its standard error over windows, every query seeing what a
 decoder with that cache would see. `blind` has as many channels of each width in each layer's keys and values as the
-mixed plan of that budget, chosen by their numbers and not by what they are worth. Rows without window and sinks (`,window=0,sinks=0`) show the widths alone. A row is
-written to benchmarks/results/kv_cache.json as soon as it is measured, and is not measured again; --minutes ends the
-run early.
+mixed plan of that budget, chosen by their numbers and not by what they are worth. Rows without window and sinks
+(`,window=0,sinks=0`) show the widths alone. A row is written to benchmarks/results/kv_cache.json as soon as it is
+measured, and is not measured again; --minutes ends the run early.
 
 A model is `embedded:dense` or a path. The embedded one uses the shipped texts, any other model those of --cache
 (calib.jsonl, heldout.txt), which `make real-model` fetches.

@@ -1,7 +1,7 @@
 """The file beside a model that says how its key-value cache is to be stored, and the scales that engines read.
 
-`kv_cache.safetensors` holds channel numbers and fixed scales, `layers.N.keys.PART.channels` and so on, and in its
-metadata the scheme and the element of every part as JSON.
+`kv_cache.qwen_quantize` is a safetensors file that holds channel numbers and fixed scales, `layers.N.keys.PART.channels`
+and so on, and in its metadata the scheme and the element of every part as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qwen_quantize.formats.kv_plan import KvLayer, KvPart, KvPlan, KvTensor
 from qwen_quantize.formats.kv_scheme import KvElement, KvKind, KvScaling, KvScheme, parse_kv_scheme
 from qwen_quantize.formats.tables import BF16, E4M3FN, FP16, INT4, INT8
 
-KV_FILE = "kv_cache.safetensors"
+KV_FILE = "kv_cache.qwen_quantize"  # an engine that loads every *.safetensors would take it for weights
 _KEY = "qwen_quantize_kv_cache"
 _MOST_BYTES = 64 << 20
 _MOST_GROUP = 1 << 20
@@ -153,11 +153,9 @@ def scale_values(tensor: KvTensor, scheme: KvScheme, heads: int) -> Tensor:
     scale = tensor.parts[0].scale
     if scale is None:
         raise ValueError("the part has no fixed scale")
-    return (
-        scale.view(heads, -1)[: math.prod(scale_shape(scheme, heads)), 0]
-        .reshape(scale_shape(scheme, heads))
-        .clone()
-    )
+    shape = scale_shape(scheme, heads)
+    first = scale.view(heads, -1)[: math.prod(shape), 0]
+    return torch.empty(shape).copy_(first.view(shape))  # with strides of its own, for writers that view bytes
 
 
 def compressed_kv_scheme(scheme: KvScheme) -> dict[str, Any]:

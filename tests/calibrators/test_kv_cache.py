@@ -133,7 +133,7 @@ def test_budgets_are_kept_to_the_bit_and_nearly_used(bits: float) -> None:
 
 def test_too_small_a_budget_names_the_least_there_is() -> None:
     sides = mixed_sides(parse_kv_scheme("mixed"), config(), {0: statistics(1)})
-    with pytest.raises(UserError, match="4.625 bits of a value"):
+    with pytest.raises(UserError, match=r"4\.625 bits of a value"):
         allocate(sides, 4.3)
 
 
@@ -205,5 +205,5 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     for data in broken:
         assert data != good
         (tmp_path / KV_FILE).write_bytes(data)
-        with pytest.raises(UserError, match="key-value cache|scheme"):
+        with pytest.raises(UserError, match=r"key-value cache|scheme"):
             read_kv_plan(tmp_path)
