@@ -11,6 +11,7 @@ from qwen_quantize.cli.console import Speaker
 from qwen_quantize.cli.session import (
     ChipQuestion,
     folder_chip,
+    folder_kv_plan,
     open_reader,
     peak_memory_bytes,
     read_manifest,
@@ -21,6 +22,7 @@ from qwen_quantize.engine.generate import greedy_tokens, measure_speed
 from qwen_quantize.engine.load import load_model
 from qwen_quantize.engine.tokenizer import Message
 from qwen_quantize.errors import UserError
+from qwen_quantize.pipeline.kv_cache import kv_record
 from qwen_quantize.pipeline.run import check_token_ids, source_tokenizer
 from qwen_quantize.report.numbers import human_bytes
 
@@ -38,7 +40,14 @@ def measured_read_bandwidth() -> float:
 
 
 def run_bench(
-    path: str | None, prompt_tokens: int, new_tokens: int, *, threads: int | None, as_json: bool, quiet: bool
+    path: str | None,
+    prompt_tokens: int,
+    new_tokens: int,
+    *,
+    kv_cache: str | None = None,
+    threads: int | None,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     use_threads(threads)
     speaker = Speaker(as_json, quiet)
@@ -55,7 +64,8 @@ def run_bench(
     model = load_model(reader, compute)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(config.vocab_size, (prompt_tokens,), generator=generator).tolist()
-    speed = measure_speed(model, prompt, new_tokens)
+    kv_plan = folder_kv_plan(kv_cache, path, reader, chip, None)
+    speed = measure_speed(model, prompt, new_tokens, kv_plan)
     # Every decoded token reads every weight once: what memory alone would allow.
     bound = bandwidth / (speed.weight_bytes + speed.cache_bytes / 2)
     record = {
@@ -67,6 +77,7 @@ def run_bench(
         "decode_tokens_per_second": speed.decode_tokens_per_second,
         "weight_bytes": speed.weight_bytes,
         "cache_bytes": speed.cache_bytes,
+        "kv_cache": None if kv_plan is None else kv_record(kv_plan, prompt_tokens + new_tokens),
         "peak_memory_bytes": peak_memory_bytes(),
         "read_bandwidth_bytes_per_second": bandwidth,
         "bandwidth_bound_fraction": speed.decode_tokens_per_second / bound,
@@ -83,7 +94,15 @@ def run_bench(
     speaker.result(record)
 
 
-def run_generate(path: str, prompt: str, max_new_tokens: int, *, chat: bool, threads: int | None) -> None:
+def run_generate(
+    path: str,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    chat: bool,
+    threads: int | None,
+    kv_cache: str | None = None,
+) -> None:
     use_threads(threads)
     reader = open_reader(path)
     tokenizer = source_tokenizer(reader.source)
@@ -100,10 +119,11 @@ def run_generate(path: str, prompt: str, max_new_tokens: int, *, chat: bool, thr
     if not ids:
         raise UserError("the prompt is empty")
     model = load_model(reader, chip.compute)
+    kv_plan = folder_kv_plan(kv_cache, path, reader, chip, None)
     stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     new: list[int] = []
     shown = ""
-    for token in greedy_tokens(model, ids, max_new_tokens, stop):
+    for token in greedy_tokens(model, ids, max_new_tokens, stop, kv_plan):
         new.append(token)
         text = tokenizer.decode(new)
         if not text.endswith("�"):  # half of a character that several tokens make up

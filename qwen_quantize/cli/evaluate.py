@@ -18,6 +18,7 @@ from qwen_quantize.cli.console import Speaker, StageProgress
 from qwen_quantize.cli.session import (
     ChipQuestion,
     folder_chip,
+    folder_kv_plan,
     open_reader,
     peak_memory_bytes,
     read_manifest,
@@ -31,6 +32,8 @@ from qwen_quantize.errors import UserError
 from qwen_quantize.eval.compare import Watch, evaluate
 from qwen_quantize.eval.recording import RecordedRun, RunAbout, check_record_path, write_run
 from qwen_quantize.eval.token_scores import ScoreRecorder
+from qwen_quantize.formats.kv_plan import KvPlan
+from qwen_quantize.pipeline.kv_cache import kv_lines, kv_record
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 from qwen_quantize.pipeline.texts import EvaluationTokens
 from qwen_quantize.report.attribution_tables import attribution_lines, attribution_tables
@@ -53,6 +56,7 @@ class EvalRequest:
     with_claims: bool
     record: str | None = None
     attribute: bool = False
+    kv_cache: str | None = None
 
 
 def measure(
@@ -62,10 +66,11 @@ def measure(
     windows: EvaluationTokens,
     progress: StageProgress,
     watch: Watch | None = None,
+    kv_plan: KvPlan | None = None,
 ) -> dict[str, Any]:
     """Score a model, in lockstep with its reference if there is one; the record that reports are made of."""
     comparison = evaluate(
-        StreamedModel(reader, chip),
+        StreamedModel(reader, chip, kv_plan),
         windows.windows,
         None if reference is None else StreamedModel(reference, None),
         progress,
@@ -121,10 +126,13 @@ def run_eval(request: EvalRequest, *, threads: int | None, as_json: bool, quiet:
     if chip.compute is None and next(reader.quantized_linears(), None) is not None:
         speaker.say("only weights are quantized: activations stay in 16 bits, and no chip's cast is emulated")
     windows, text = read_text(request.text, reader, request.length, request.max_tokens)
+    kv_plan = folder_kv_plan(request.kv_cache, request.model, reader, chip, windows.windows)
+    for line in [] if kv_plan is None else kv_lines(kv_plan, windows.windows.shape[1]):
+        speaker.say(line)
     recorder = None if request.record is None else ScoreRecorder()
     with speaker.progress("eval") as progress:
         watch = None if recorder is None else recorder.add
-        record = measure(reader, reference, compute, windows, progress, watch)
+        record = measure(reader, reference, compute, windows, progress, watch, kv_plan)
     attribution = None
     if request.attribute and reference is not None:
         with speaker.progress("attribute") as progress:
@@ -139,6 +147,7 @@ def run_eval(request: EvalRequest, *, threads: int | None, as_json: bool, quiet:
         "chip": chip.words if compute is not None else None,
         "activation_rounding": arithmetic.activation_cast.rounding.value if compute is not None else None,
         "text": text,
+        "kv_cache": None if kv_plan is None else kv_record(kv_plan, windows.windows.shape[1]),
         **record,
         "seconds": time.perf_counter() - begin,
         "peak_memory_bytes": peak_memory_bytes(),

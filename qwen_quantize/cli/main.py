@@ -55,6 +55,14 @@ Assume = Annotated[
     typer.Option("--assume", help="Set what the profile does not state, e.g. cast.rounding=rtz. Repeatable."),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads (default: torch's).")]
+KvCache = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache",
+        help="Key-value cache: fp16, bf16, fp8[:head|:token], int8[:token], int4[:32|:64|:128], mixed[:BITS] or auto; "
+        "window=N and sinks=N may follow after commas.",
+    ),
+]
 Firmware = Annotated[str | None, typer.Option("--firmware", help="Firmware version of the chip.")]
 Driver = Annotated[str | None, typer.Option("--driver", help="Driver version of the chip.")]
 Toolkit = Annotated[str | None, typer.Option("--toolkit", help="Toolkit version (CANN, MUSA, ...).")]
@@ -258,6 +266,7 @@ def main_command(
             "--requantize", help="With --from: quantize again what has no exact form, and state the loss."
         ),
     ] = False,
+    kv_cache: KvCache = None,
     firmware: Firmware = None,
     driver: Driver = None,
     toolkit: Toolkit = None,
@@ -400,6 +409,7 @@ def main_command(
             group_size=group_size,
             asymmetric=asymmetric,
             layout=layout,
+            kv_cache=kv_cache,
             versions=version_pairs(firmware, driver, toolkit),
             assume=pairs(assume, "--assume"),
             with_claims=with_claims,
@@ -459,6 +469,7 @@ def eval_command(
             help="Split the loss among weights, activations, scale rounding and the chip's sums.",
         ),
     ] = False,
+    kv_cache: KvCache = None,
     firmware: Firmware = None,
     driver: Driver = None,
     toolkit: Toolkit = None,
@@ -490,6 +501,7 @@ def eval_command(
                 with_claims=with_claims,
                 record=record,
                 attribute=attribute,
+                kv_cache=kv_cache,
             ),
             threads=threads,
             as_json=as_json,
@@ -562,6 +574,7 @@ def bench_command(
     model: Annotated[str | None, typer.Argument(help="Model (default: the embedded one).")] = None,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 128,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 64,
+    kv_cache: KvCache = None,
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -570,7 +583,9 @@ def bench_command(
     with guard(as_json):
         from qwen_quantize.cli.bench import run_bench
 
-        run_bench(model, prompt_tokens, new_tokens, threads=threads, as_json=as_json, quiet=quiet)
+        run_bench(
+            model, prompt_tokens, new_tokens, kv_cache=kv_cache, threads=threads, as_json=as_json, quiet=quiet
+        )
 
 
 @app.command("generate")
@@ -579,13 +594,14 @@ def generate_command(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
+    kv_cache: KvCache = None,
     threads: Threads = None,
 ) -> None:
     """Continue a text greedily with the bundled engine: a quick look at what a model says."""
     with guard(False):
         from qwen_quantize.cli.bench import run_generate
 
-        run_generate(model, prompt, max_new_tokens, chat=chat, threads=threads)
+        run_generate(model, prompt, max_new_tokens, chat=chat, kv_cache=kv_cache, threads=threads)
 
 
 @app.command("report")

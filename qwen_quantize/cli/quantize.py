@@ -25,8 +25,11 @@ from qwen_quantize.embedded import calibration_text_path, embedded_by_name
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
 from qwen_quantize.eval.compare import HEAD_BATCH_BYTES
+from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.pipeline.choices import LinearChoice
+from qwen_quantize.pipeline.kv_cache import kv_context, kv_lines, kv_record
+from qwen_quantize.pipeline.kv_write import write_kv_cache
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME, build_manifest
 from qwen_quantize.pipeline.memory import validation_memory
 from qwen_quantize.pipeline.mixed import MixedChoice, MixedRequest
@@ -122,10 +125,17 @@ def run_quantize(
     quantized = time.perf_counter()
     try:
         record = None
+        kv_plan = None
+        if plan.kv_scheme is not None:
+            with speaker.progress("key-value cache") as progress:
+                kv_plan = write_kv_cache(staged, progress)
+            for line in kv_lines(kv_plan, kv_context(plan.blueprint)):
+                speaker.say(line)
         if windows is not None and reader is not None:
-            record = {"text": text, **_validate(staged, reader, windows, speaker)}
+            record = {"text": text, **_validate(staged, reader, windows, speaker, kv_plan)}
         chosen = None if choice is None else choice.record
-        manifest = build_manifest(plan, staged.journal, staged.calibration, source, record, chosen)
+        kv = None if kv_plan is None else kv_record(kv_plan, kv_context(plan.blueprint))
+        manifest = build_manifest(plan, staged.journal, staged.calibration, source, record, chosen, kv)
         manifest["check"] = check_written(staged.folder.staging, speaker)
         staged.folder.add_file(MANIFEST_NAME, canonical_json(manifest))
         staged.folder.add_file(REPORT_NAME, render_page(manifest).encode())
@@ -155,6 +165,7 @@ def run_quantize(
             "assumptions": manifest["assumptions"],
             "notes": manifest["notes"],
             "check": manifest["check"],
+            "kv_cache": manifest["kv_cache"],
             "validation": record,
             **({} if choice is None else {"mixed_precision": choice.record}),
             **run,
@@ -187,13 +198,17 @@ def _validation_windows(reader: ModelReader, validation: Validation) -> tuple[Ev
 
 
 def _validate(
-    staged: StagedRun, reader: ModelReader, windows: EvaluationTokens, speaker: Speaker
+    staged: StagedRun,
+    reader: ModelReader,
+    windows: EvaluationTokens,
+    speaker: Speaker,
+    kv_plan: KvPlan | None = None,
 ) -> dict[str, Any]:
     """The engine reads the written bytes back and is compared with the unquantized source."""
     written = ModelReader(open_source(staged.folder.staging))
     chip = chip_compute(written, *(choice.arithmetic for choice in staged.plan.distinct_choices))
     with speaker.progress("validate") as progress:
-        return measure(written, reader, chip, windows, progress)
+        return measure(written, reader, chip, windows, progress, kv_plan=kv_plan)
 
 
 def check_output(target: Path, inputs: Sequence[str | None], option: str = "--output-path") -> None:

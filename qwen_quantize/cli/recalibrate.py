@@ -44,6 +44,7 @@ _OPTIONS = {
     "scheme": "--scheme",
     "group_size": "--group-size",
     "layout": "--layout",
+    "kv_cache": "--kv-cache",
     "max_memory": "--max-memory",
 }
 _FLAGS = {

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from qwen_quantize.checkpoint.json_file import read_object
+from qwen_quantize.checkpoint.kv_side import read_kv_plan
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, assumable_for, resolve_arithmetic
 from qwen_quantize.chip_profiles.devices import resolve_device
@@ -19,7 +20,10 @@ from qwen_quantize.embedded import heldout_text_path
 from qwen_quantize.engine.compute import FolderCompute, schemes_of
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
+from qwen_quantize.formats.kv_plan import KvPlan
+from qwen_quantize.formats.kv_scheme import parse_kv_scheme
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
+from qwen_quantize.pipeline.kv_cache import check_kv_plan, plan_kv_cache
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 from qwen_quantize.pipeline.run import check_token_ids, source_tokenizer
 from qwen_quantize.pipeline.texts import EvaluationTokens, evaluation_windows, load_documents
@@ -192,6 +196,22 @@ def chip_compute(reader: ModelReader, *arithmetics: Arithmetic) -> FolderCompute
             f"{', '.join(one.scheme for one in arithmetics)}: only `eval` computes with several"
         )
     return FolderCompute(reader.source, found) if schemes else None
+
+
+def folder_kv_plan(
+    asked: str | None, path: str, reader: ModelReader, chip: FolderChip, windows: torch.Tensor | None
+) -> KvPlan | None:
+    """The key-value cache asked for, else the one that the model's folder names; None for float32.
+
+    windows: text to weigh channels on where the scheme asked for has to.
+    """
+    if asked is not None:
+        scheme = parse_kv_scheme(asked)
+        return plan_kv_cache(scheme, reader, chip.profile, windows, chip.compute)
+    plan = read_kv_plan(Path(path))
+    if plan is not None:
+        check_kv_plan(plan, reader.blueprint.config, path)
+    return plan
 
 
 def open_reader(path: str) -> ModelReader:

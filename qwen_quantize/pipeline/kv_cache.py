@@ -21,7 +21,8 @@ from qwen_quantize.errors import UserError
 from qwen_quantize.formats.cast_rule import RNE_SATURATE, CastRule, Rounding
 from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.formats.kv_scheme import KvElement, KvKind, KvScheme, parse_kv_scheme
-from qwen_quantize.models.blueprint import Half, Stream
+from qwen_quantize.models.blueprint import Blueprint, Half, Stream
+from qwen_quantize.models.config import ModelConfig
 
 Progress = Callable[[str, int, int], None]
 
@@ -29,6 +30,7 @@ BIASED_KEYS = 8.0  # a key bias this many times what the projection itself gives
 # What serving engines call their caches in the profiles, by the kind that it is here.
 _SERVED = {"int8": KvKind.INT8, "e4m3": KvKind.FP8, "fp8": KvKind.FP8, "int4": KvKind.INT4}
 _WINDOWS_AT_ONCE = 1
+_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +181,11 @@ def plan_kv_cache(
     windows: Tensor | None,
     chip: Compute | None = None,
     progress: Progress = lambda *_: None,
+    spare_biased: bool = False,
 ) -> KvPlan:
     """What `scheme` becomes for a model. windows: text [n, T] to calibrate on; None leaves fixed scales at 1.
+
+    spare_biased: keep keys of large bias in 16 bits, as `auto` does anyway.
 
     UserError for mixed precision without text, and for what the model's attention cannot have.
     """
@@ -195,7 +200,7 @@ def plan_kv_cache(
             "--kv-cache mixed weighs channels by what a text needs of them; give --calibration-dataset"
         )
     biased = biased_key_layers(reader) if scheme.kind not in (KvKind.FP16, KvKind.BF16) else {}
-    wide = frozenset(biased) if asked.kind is KvKind.AUTO else frozenset()
+    wide = frozenset(biased) if spare_biased or asked.kind is KvKind.AUTO else frozenset()
     notes = (*choice.notes, *_bias_notes(biased, wide))
     statistics: Mapping[int, KvStatistics] = {}
     if windows is not None and (scheme.needs_scales or scheme.kind is KvKind.MIXED):
@@ -250,3 +255,22 @@ def kv_lines(plan: KvPlan, context: int) -> list[str]:
         f"takes {2 * sum(layer.width for layer in plan.attention_layers) * context / 2**20:.2f} MiB",
         *(f"note: {note}" for note in plan.notes),
     ]
+
+
+def kv_context(blueprint: Blueprint | None) -> int:
+    """The tokens for which a cache's bytes are told: 4096, or the model's whole context if that is shorter."""
+    return _CONTEXT if blueprint is None else min(_CONTEXT, blueprint.config.max_position)
+
+
+def check_kv_plan(plan: KvPlan, config: ModelConfig, path: str) -> None:
+    """UserError if a stored plan is not for this model."""
+    latent = config.latent
+    widths = (config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_dim)
+    if latent is not None:
+        widths = (latent.key_value_rank, latent.rotary_dim)
+    kinds = [config.is_delta(layer) for layer in range(config.num_layers)]
+    same = [layer is None for layer in plan.layers] == kinds and plan.latent == (latent is not None)
+    if not same or any((layer.keys.width, layer.values.width) != widths for layer in plan.attention_layers):
+        raise UserError(
+            f"{path}: its key-value cache is described for another model; name one with --kv-cache"
+        )

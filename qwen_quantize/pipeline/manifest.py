@@ -29,6 +29,7 @@ def build_manifest(
     source: CheckpointSource,
     validation: Mapping[str, Any] | None,
     mixed: Mapping[str, Any] | None = None,
+    kv_cache: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Chip, method, data, assumptions, and the error of every linear.
 
@@ -95,6 +96,7 @@ def build_manifest(
         },
         "output_bytes": plan.output_bytes,
         "source_bytes": sum(source.info(name).nbytes for name in source.names()),
+        "kv_cache": None if kv_cache is None else dict(kv_cache),
         "layers": layers,
         "head": outside,
         **({} if mixed is None else {"mixed_precision": dict(mixed)}),

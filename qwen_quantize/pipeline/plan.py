@@ -25,12 +25,14 @@ from qwen_quantize.chip_profiles.devices import Resolution, resolve_device
 from qwen_quantize.chip_profiles.leaf import Absent
 from qwen_quantize.chip_profiles.legality import Legality
 from qwen_quantize.errors import UserError
+from qwen_quantize.formats.kv_scheme import KvScheme
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
 from qwen_quantize.models.blueprint import Blueprint
 from qwen_quantize.models.by_name import linear_modules_by_name
 from qwen_quantize.models.config_values import shown
 from qwen_quantize.models.lookup import BY_ARCHITECTURE, architecture_of, find_blueprint
 from qwen_quantize.pipeline.choices import LinearChoice, choose_linears, method_named
+from qwen_quantize.pipeline.kv_tensors import plan_kv_tensors
 from qwen_quantize.pipeline.memory import MemoryPlan, plan_memory
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.rules import Settings, scheme_name, settings_of
@@ -64,10 +66,14 @@ class Plan:
     output_bytes: int
     disk_bytes: int
     peak_memory_bytes: int
+    kv_scheme: KvScheme | None = None  # never `auto`
+    kv_outputs: tuple[
+        OutputTensor, ...
+    ] = ()  # its scales, where serving engines read them from the checkpoint
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
-        return tuple(output for tensor in self.tensors for output in tensor.outputs)
+        return (*(output for tensor in self.tensors for output in tensor.outputs), *self.kv_outputs)
 
     @property
     def converts_by_pieces(self) -> bool:
@@ -138,7 +144,9 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
     principal, schemes = chosen.principal, {name: one.scheme for name, one in chosen.by_module.items()}
     layout = _choose_layout(recipe.layout, schemes).fitted(_destination(resolution, source))
     tensors, notes = plan_tensors(source, linears, blueprint, selection, layout, schemes)
+    kv = plan_kv_tensors(recipe, resolution.profile, blueprint, layout)
     output_bytes = sum(output.nbytes for tensor in tensors for output in tensor.outputs)
+    output_bytes += sum(output.nbytes for output in kv.outputs)
     hidden = 0
     if recipe.dataset is not None and blueprint is not None:
         hidden = 2 * 4 * recipe.samples * recipe.length * blueprint.config.hidden_size
@@ -180,11 +188,14 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
             *notes,
             *layout.notes(schemes),
             *_next_token_notes(blueprint, candidates),
+            *kv.notes,
         ),
         memory=memory,
         output_bytes=output_bytes,
         disk_bytes=output_bytes + hidden,
         peak_memory_bytes=memory.peak,
+        kv_scheme=kv.scheme,
+        kv_outputs=kv.outputs,
     )
 
 

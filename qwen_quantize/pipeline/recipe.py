@@ -53,6 +53,7 @@ class Recipe:
     group_size: int | None = None
     asymmetric: bool = False
     layout: str | None = None
+    kv_cache: str | None = None
     versions: tuple[tuple[str, str], ...] = ()
     assume: tuple[tuple[str, str], ...] = ()
     with_claims: bool = False

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 import qwen_quantize
+from qwen_quantize.checkpoint.compressed_tensors import CompressedTensorsLayout
+from qwen_quantize.checkpoint.kv_side import compressed_kv_scheme
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.writer import OutputFolder, require_free_space
 from qwen_quantize.engine.load import ModelReader
@@ -199,6 +201,12 @@ def _config_bytes(plan: Plan, source: CheckpointSource) -> bytes:
     kept = dict.fromkeys((*plan.selection.kept, *_kept_matrices(plan)))
     described = plan.layout.quantization_config(plan.schemes, list(kept))
     if described:
+        if (
+            plan.kv_outputs
+            and plan.kv_scheme is not None
+            and isinstance(plan.layout, CompressedTensorsLayout)
+        ):
+            described["kv_cache_scheme"] = compressed_kv_scheme(plan.kv_scheme)
         config["quantization_config"] = described
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 

@@ -1,0 +1,69 @@
+"""The key-value cache in a plan: its scheme, and the scales that stand in the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qwen_quantize.checkpoint.compressed_tensors import CompressedTensorsLayout
+from qwen_quantize.checkpoint.kv_side import engine_scales, scale_shape
+from qwen_quantize.checkpoint.layouts import BlockLayout, Layout
+from qwen_quantize.checkpoint.writer import OutputTensor
+from qwen_quantize.chip_profiles.schema import ChipProfile
+from qwen_quantize.errors import UserError
+from qwen_quantize.formats.kv_scheme import KvKind, KvScheme, parse_kv_scheme
+from qwen_quantize.models.blueprint import Blueprint
+from qwen_quantize.pipeline.kv_cache import choose_scheme
+from qwen_quantize.pipeline.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class KvTensors:
+    """What a plan knows of the cache before a weight is read."""
+
+    scheme: KvScheme | None = None
+    outputs: tuple[OutputTensor, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def plan_kv_tensors(
+    recipe: Recipe, profile: ChipProfile, blueprint: Blueprint | None, layout: Layout
+) -> KvTensors:
+    """The scheme, and the scales that go into the checkpoint; UserError for what cannot be."""
+    if recipe.kv_cache is None:
+        return KvTensors()
+    scheme = parse_kv_scheme(recipe.kv_cache)
+    if recipe.statistics is not None:
+        raise UserError(
+            "--kv-cache looks at keys and values, which --from-statistics has none of; give --calibration-dataset"
+        )
+    if blueprint is None:
+        raise UserError(
+            "--kv-cache: this architecture has no forward pass here, so its keys cannot be looked at"
+        )
+    if scheme.kind is KvKind.MIXED and recipe.dataset is None:
+        raise UserError(
+            "--kv-cache mixed weighs channels by what a text needs of them; give --calibration-dataset"
+        )
+    choice = choose_scheme(scheme, profile, blueprint.config.dtype, recipe.dataset is not None)
+    return KvTensors(choice.scheme, _outputs(choice.scheme, blueprint, layout), choice.notes)
+
+
+def _outputs(scheme: KvScheme, blueprint: Blueprint, layout: Layout) -> tuple[OutputTensor, ...]:
+    """`self_attn.k_scale` and `v_scale` of each layer, in the layouts whose readers look for them."""
+    if not engine_scales(scheme) or not isinstance(layout, BlockLayout | CompressedTensorsLayout):
+        return ()
+    config = blueprint.config
+    if config.latent is not None:
+        return ()
+    shape = scale_shape(scheme, config.num_kv_heads)
+    return tuple(
+        OutputTensor(name, "F32", shape)
+        for layer in range(config.num_layers)
+        if not config.is_delta(layer)
+        for name in scale_names(blueprint, layer)
+    )
+
+
+def scale_names(blueprint: Blueprint, layer: int) -> tuple[str, str]:
+    """What vLLM and SGLang call the scales of a layer's keys and values."""
+    return blueprint.layer_name(layer, "self_attn.k_scale"), blueprint.layer_name(layer, "self_attn.v_scale")

@@ -1,0 +1,54 @@
+"""The key-value cache of a quantization run: calibrated on the weights that were written, stored beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from qwen_quantize.checkpoint.kv_side import KV_FILE, kv_file_bytes, scale_values
+from qwen_quantize.checkpoint.source import open_source
+from qwen_quantize.engine.load import ModelReader
+from qwen_quantize.formats.kv_plan import KvPlan
+from qwen_quantize.pipeline.kv_cache import plan_kv_cache
+from qwen_quantize.pipeline.kv_tensors import scale_names
+from qwen_quantize.pipeline.run import StagedRun, read_calibration
+from qwen_quantize.pipeline.texts import CalibrationTokens
+
+Progress = Callable[[str, int, int], None]
+
+
+def write_kv_cache(staged: StagedRun, progress: Progress) -> KvPlan:
+    """Decide on the cache of the model that lies in the staging folder; write its file and engines' scales.
+
+    Keys and values are those of the written weights, with activations in full precision, on the run's own text.
+    """
+    plan, folder = staged.plan, staged.folder
+    if plan.kv_scheme is None:
+        raise ValueError("the plan has no key-value scheme")
+    reader = ModelReader(open_source(folder.staging))
+    auto = plan.recipe.kv_cache is not None and plan.recipe.kv_cache.strip().lower() == "auto"
+    kv = plan_kv_cache(plan.kv_scheme, reader, plan.resolution.profile, _windows(staged, reader), None, progress,
+                       spare_biased=auto)  # fmt: skip
+    for output in plan.kv_outputs:
+        folder.write(output.name, _scale(kv, reader, output.name))
+    folder.sync()
+    folder.add_file(KV_FILE, kv_file_bytes(kv))
+    return kv
+
+
+def _windows(staged: StagedRun, reader: ModelReader) -> Tensor | None:
+    calibration = staged.calibration
+    if isinstance(calibration, CalibrationTokens):
+        return calibration.tokens
+    found = read_calibration(staged.plan.recipe, reader)
+    return None if found is None else found.tokens
+
+
+def _scale(kv: KvPlan, reader: ModelReader, name: str) -> Tensor:
+    config = reader.blueprint.config
+    for number, layer in enumerate(kv.layers):
+        if layer is not None and name in scale_names(reader.blueprint, number):
+            tensor = layer.keys if name == scale_names(reader.blueprint, number)[0] else layer.values
+            return scale_values(tensor, kv.scheme, config.num_kv_heads)
+    raise ValueError(f"no layer has {name}")
