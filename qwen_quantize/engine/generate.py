@@ -34,7 +34,8 @@ def greedy_tokens(
 class Speed:
     """How fast one load ran, and the bytes that its weights and cache take.
 
-    step_seconds: of each decoding step, in order. Tokens per second count those of all texts of the batch.
+    step_seconds: of each decoding step, in order. step_bytes: of the weights that a step reads. Tokens per second
+    count those of all texts of the batch.
     """
 
     batch: int
@@ -43,6 +44,7 @@ class Speed:
     prefill_seconds: float
     step_seconds: tuple[float, ...]
     weight_bytes: int
+    step_bytes: int
     cache_bytes: int
 
     @property
@@ -91,5 +93,6 @@ def measure_speed(model: Model, prompt: Tensor, new_tokens: int) -> Speed:
         prefill_seconds=prefilled - begin,
         step_seconds=tuple(steps),
         weight_bytes=model.nbytes,
+        step_bytes=model.step_bytes,
         cache_bytes=cache.nbytes,
     )
