@@ -63,6 +63,10 @@ KvCache = Annotated[
         "window=N and sinks=N may follow after commas.",
     ),
 ]
+Fast = Annotated[
+    bool,
+    typer.Option("--fast", help="Packed linears although inputs are cast: the casts stay, sums are float32."),
+]
 Firmware = Annotated[str | None, typer.Option("--firmware", help="Firmware version of the chip.")]
 Driver = Annotated[str | None, typer.Option("--driver", help="Driver version of the chip.")]
 Toolkit = Annotated[str | None, typer.Option("--toolkit", help="Toolkit version (CANN, MUSA, ...).")]
@@ -575,17 +579,30 @@ def bench_command(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 128,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 64,
     kv_cache: KvCache = None,
+    load: Annotated[
+        str, typer.Option("--load", help="Loads to run: A (batch 16), B (long context), C (chat); e.g. A,C.")
+    ] = "",
+    scale: Annotated[float, typer.Option("--scale", min=1e-4, help="Makes the loads' sizes smaller.")] = 1.0,
+    fast: Fast = False,
+    head: Annotated[str, typer.Option("--head", help="The output head: stored, or int8.")] = "stored",
+    device: Annotated[str, typer.Option("--device", help="A device of torch: cpu, cuda, npu, ...")] = "cpu",
+    model_of: Annotated[
+        str | None, typer.Option("--model-of", help="Also print the bound by this chip's profile.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page of the results here.")] = None,
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Speed and memory of the bundled engine on this machine."""
     with guard(as_json):
-        from qwen_quantize.cli.bench import run_bench
+        from qwen_quantize.cli.bench import BenchRequest, run_bench
 
-        run_bench(
-            model, prompt_tokens, new_tokens, kv_cache=kv_cache, threads=threads, as_json=as_json, quiet=quiet
+        loads = tuple(name for name in load.split(",") if name)
+        request = BenchRequest(
+            prompt_tokens, new_tokens, loads, scale, fast, head, device, model_of, html, kv_cache
         )
+        run_bench(model, request, threads=threads, as_json=as_json, quiet=quiet)
 
 
 @app.command("generate")
@@ -595,13 +612,14 @@ def generate_command(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
     kv_cache: KvCache = None,
+    fast: Fast = False,
     threads: Threads = None,
 ) -> None:
     """Continue a text greedily with the bundled engine: a quick look at what a model says."""
     with guard(False):
-        from qwen_quantize.cli.bench import run_generate
+        from qwen_quantize.cli.generate import run_generate
 
-        run_generate(model, prompt, max_new_tokens, chat=chat, kv_cache=kv_cache, threads=threads)
+        run_generate(model, prompt, max_new_tokens, chat=chat, threads=threads, fast=fast, kv_cache=kv_cache)
 
 
 @app.command("report")

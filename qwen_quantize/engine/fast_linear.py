@@ -278,5 +278,6 @@ def cast_input(x: Tensor, given: Input) -> Tensor:
     blocks = functional.pad(x, (0, -columns % block)).view(rows, -1, block)
     most = blocks.abs().amax(dim=-1, keepdim=True)
     target = 16256.0 if given is Input.INT16_BLOCKS else 127.0
-    inverse = torch.where(most == 0, 0.0, target / most)
+    # Tensor over tensor: a number over a tensor is a reciprocal times the number, and rounds twice.
+    inverse = torch.where(most == 0, 0.0, torch.full_like(most, target) / most)
     return ((blocks * inverse).round() * (most / target)).view(rows, -1)[:, :columns]

@@ -108,13 +108,21 @@ class Model:
     @property
     def nbytes(self) -> int:
         """Bytes of the linears and the embedding, each counted once, all experts included."""
-        head = self.head.inner if isinstance(self.head, CappedGroup) else self.head
-        tied = isinstance(head, PlainGroup) and head.weight.data_ptr() == self.embedding.data_ptr()
+        return self.step_bytes + (0 if self._head_is_embedding else self.embedding.nbytes)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of all linears, the head and all experts included: what one token reads at most."""
         linears = sum(group.nbytes for layer in self.layers for group in layer.groups.values())
         experts = sum(
             layer.experts.nbytes for layer in self.layers if isinstance(layer.experts, ResidentExperts)
         )
-        return linears + experts + self.head.nbytes + (0 if tied else self.embedding.nbytes)
+        return linears + experts + self.head.nbytes
+
+    @property
+    def _head_is_embedding(self) -> bool:
+        head = self.head.inner if isinstance(self.head, CappedGroup) else self.head
+        return isinstance(head, PlainGroup) and head.weight.data_ptr() == self.embedding.data_ptr()
 
     def new_cache(self, batch: int, capacity: int, plan: KvPlan | None = None) -> KVCache | PackedKVCache:
         """Room for `capacity` tokens, in float32 or as `plan` says."""

@@ -1,0 +1,61 @@
+"""`qwen_quantize generate`: what a model says."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from qwen_quantize.cli.bench import load_for_speed
+from qwen_quantize.cli.session import (
+    ChipQuestion,
+    folder_chip,
+    folder_kv_plan,
+    open_reader,
+    read_manifest,
+    use_threads,
+)
+from qwen_quantize.engine.generate import greedy_tokens
+from qwen_quantize.engine.tokenizer import Message
+from qwen_quantize.errors import UserError
+from qwen_quantize.pipeline.run import check_token_ids, source_tokenizer
+
+
+def run_generate(
+    path: str,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    chat: bool,
+    threads: int | None,
+    fast: bool = False,
+    kv_cache: str | None = None,
+) -> None:
+    use_threads(threads)
+    reader = open_reader(path)
+    tokenizer = source_tokenizer(reader.source)
+    chip = folder_chip(ChipQuestion(None), read_manifest(path), reader)
+    if chat:
+        prompt = tokenizer.apply_chat_template([Message("user", prompt)], add_generation_prompt=True)
+    ids = tokenizer.encode(prompt, add_special_tokens=not chat)
+    check_token_ids(torch.tensor(ids, dtype=torch.int64), reader)
+    context = reader.blueprint.config.max_position
+    if len(ids) + max_new_tokens > context:
+        raise UserError(
+            f"{len(ids)} + {max_new_tokens} tokens are more than this model's context of {context}"
+        )
+    if not ids:
+        raise UserError("the prompt is empty")
+    model, _ = load_for_speed(reader, chip.compute, fast, "stored")
+    kv_plan = folder_kv_plan(kv_cache, path, reader, chip, None)
+    stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    new: list[int] = []
+    shown = ""
+    for token in greedy_tokens(model, ids, max_new_tokens, stop, kv_plan):
+        new.append(token)
+        text = tokenizer.decode(new)
+        if not text.endswith("�"):  # half of a character that several tokens make up
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    sys.stdout.write("\n")

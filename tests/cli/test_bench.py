@@ -1,0 +1,103 @@
+"""`bench`: its loads, its bounds and its page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qwen_quantize.checkpoint.source import open_source
+from qwen_quantize.cli.bench import LOADS, BenchRequest
+from qwen_quantize.engine.device import find_device, moved
+from qwen_quantize.engine.fast_linear import native_library
+from qwen_quantize.engine.generate import Speed, measure_speed
+from qwen_quantize.engine.load import ModelReader, load_model
+from qwen_quantize.engine.roofline import Roofline, token_operations
+from qwen_quantize.errors import UserError
+from tests.cli.conftest import Run
+from tests.tiny_models import make_tiny
+
+SPEED = Speed(2, 10, 4, 0.5, (0.1, 0.2, 0.4, 0.3), 1000, 900, 200)
+
+
+def test_speeds_are_those_of_all_texts() -> None:
+    assert SPEED.prefill_tokens_per_second == pytest.approx(40)
+    assert SPEED.decode_tokens_per_second == pytest.approx(8)
+    assert [SPEED.percentile(share) for share in (0.0, 0.5, 0.99)] == [0.1, 0.3, 0.4]
+
+
+def test_bounds_are_of_what_a_step_reads_and_computes() -> None:
+    roof = Roofline(5000.0, 600.0)
+    assert roof.decode_bound(SPEED) == pytest.approx(2 * 5000 / 1000)
+    assert roof.prefill_bound(SPEED, 3) == pytest.approx(200)
+    assert Roofline(None, None).decode_bound(SPEED) is None
+
+
+def test_operations_count_every_weight_that_a_token_meets(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "dense", "llama")
+    # q and o: 64 x 64, k and v: 32 x 64, three of 96 x 64; two layers
+    wanted = 2 * 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64)
+    assert token_operations(ModelReader(open_source(tmp_path / "dense")).blueprint) == wanted
+    make_tiny(tmp_path / "sparse", "mixtral")
+    wanted = 2 * 2 * (2 * 64 * 64 + 2 * 32 * 64 + 2 * 3 * 96 * 64)
+    assert token_operations(ModelReader(open_source(tmp_path / "sparse")).blueprint) == wanted
+
+
+def test_loads_scale_down() -> None:
+    assert LOADS["A"].scaled(0.25) == type(LOADS["A"])("A", 4, 512, 32)
+    assert LOADS["B"].scaled(1e-3).batch == 1
+    with pytest.raises(UserError, match="none of A, B, C"):
+        BenchRequest(1, 1, ("D",)).chosen()
+
+
+def test_loads_a_page_and_a_chips_bound(model: Path, tmp_path: Path, run: Run) -> None:
+    page = tmp_path / "bench.html"
+    loads = ("--load", "A,C", "--scale", 0.03, "--model-of", "amd-mi300x", "--html", page)
+    result = run("bench", model, *loads, "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert [load["load"] for load in record["loads"]] == ["A", "C"]
+    load = record["loads"][1]
+    assert record["decode_tokens_per_second"] == load["decode_tokens_per_second"]
+    assert len(load["step_seconds"]) == load["new_tokens"] == 2
+    assert load["step_p50_seconds"] <= load["step_p99_seconds"]
+    assert record["bound_of_chip"]["bandwidth_bytes_per_second"] == 5300e9
+    assert "bound on amd-mi300x, load C" in result.stderr
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<svg") == 2
+    assert "http" not in text.replace("http-equiv", "")
+
+
+@pytest.mark.skipif(native_library() is None, reason="no C compiler")
+def test_plain_weights_take_the_fast_path(model: Path, run: Run) -> None:
+    record = json.loads(run("bench", model, "--prompt-tokens", 8, "--new-tokens", 2, "--json").stdout)
+    assert record["engine"] == "fast linears"
+    smaller = run("bench", model, "--prompt-tokens", 8, "--new-tokens", 2, "--json", "--head", "int8")
+    assert json.loads(smaller.stdout)["bandwidth_bound_fraction"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--device", "no-such-thing"), "torch has no device 'no-such-thing'"),
+        (("--load", "B"), "make it smaller with --scale"),
+        (("--load", "X"), "--load 'X' is none of"),
+        (("--head", "int3"), "--head 'int3' is none of"),
+    ],
+)
+def test_refusals(model: Path, run: Run, arguments: tuple[str, ...], words: str) -> None:
+    result = run("bench", model, *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+@pytest.mark.parametrize("family", ["qwen2-sliding", "llama3-rope", "gemma2"])
+def test_a_moved_model_mixes_no_devices(tmp_path: Path, family: str) -> None:
+    make_tiny(tmp_path, family)
+    device = find_device("meta")  # holds no numbers, and refuses to compute with those of another device
+    model = moved(load_model(ModelReader(open_source(tmp_path))), device)
+    with device:
+        speed = measure_speed(model, torch.zeros(1, 12, dtype=torch.int64), 3)
+    assert len(speed.step_seconds) == 3
