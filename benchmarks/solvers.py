@@ -72,7 +72,7 @@ def slices(model: Path, like: Path, tokens: int) -> dict[str, Tensor]:
         "like": like.read_text(encoding="utf-8"),
         "unlike": "\n\n".join(text for _, text in sorted(topics.topics.items())),
     }
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, text in texts.items():
         windows = evaluation_windows(text, tokenizer, LENGTH, 2 * tokens).windows
         half = len(windows) // 2

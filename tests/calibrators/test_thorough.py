@@ -29,7 +29,8 @@ def rounded(weight: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, Grid]
 
 def row_losses(weight: torch.Tensor, values: torch.Tensor, factor: HessianFactor) -> torch.Tensor:
     difference = weight.double() - values.double()
-    return torch.linalg.vecdot(difference @ factor.hessian.double(), difference)
+    losses: torch.Tensor = torch.linalg.vecdot(difference @ factor.hessian.double(), difference)
+    return losses
 
 
 def descended(
