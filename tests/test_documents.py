@@ -350,7 +350,9 @@ def test_commands_parse(name: str) -> None:
 def test_the_jobs_for_ci_run_what_the_program_takes(name: str) -> None:
     found = []
     for line in re.findall(r"^\s+qwen_quantize (.*)$", text_of(name), re.MULTILINE):
-        said = re.sub(r"\$\{\w+:\+([^}]*)\}", r"\1", re.split(r" > | \|\| ", line)[0])  # ${TEXT:+--text "$TEXT"}
+        said = re.sub(
+            r"\$\{\w+:\+([^}]*)\}", r"\1", re.split(r" > | \|\| ", line)[0]
+        )  # ${TEXT:+--text "$TEXT"}
         found.append(shlex.split(said))
         assert complaint(found[-1]) is None, line
     assert {"probe", "eval", "compare", "report", "regress"} <= {arguments[0] for arguments in found}

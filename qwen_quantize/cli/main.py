@@ -10,6 +10,7 @@ import typer
 import qwen_quantize
 from qwen_quantize.cli.chips import chips_app
 from qwen_quantize.cli.compare_command import compare_command
+from qwen_quantize.cli.doctor import doctor_command
 from qwen_quantize.cli.guard import guard
 from qwen_quantize.cli.init_ci import init_ci_command
 from qwen_quantize.cli.probe_command import probe_command
@@ -30,6 +31,7 @@ app.add_typer(
 app.command("probe")(probe_command)
 app.command("compare")(compare_command)
 app.command("init-ci")(init_ci_command)
+app.command("doctor")(doctor_command)
 
 EXPERT_POLICIES = ("shrink", "forced", "round")
 
