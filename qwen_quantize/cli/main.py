@@ -44,6 +44,7 @@ _COLLECTING = (
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="A line for every step, instead of a bar.")]
 Assume = Annotated[
     list[str] | None,
     typer.Option("--assume", help="Set what the profile does not state, e.g. cast.rounding=rtz. Repeatable."),
@@ -211,6 +212,7 @@ def main_command(
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
     """Quantize a model for a chip: weights that load in the serving engine, with the proof.
@@ -316,6 +318,7 @@ def main_command(
             dry_run=dry_run,
             as_json=as_json,
             quiet=quiet,
+            verbose=verbose,
         )
 
 
@@ -362,6 +365,7 @@ def eval_command(
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Perplexity of a model and, against a reference, KL, top-1 agreement and error per layer."""
     with guard(as_json):
@@ -388,6 +392,7 @@ def eval_command(
             threads=threads,
             as_json=as_json,
             quiet=quiet,
+            verbose=verbose,
         )
 
 

@@ -78,10 +78,11 @@ def run_quantize(
     dry_run: bool,
     as_json: bool,
     quiet: bool,
+    verbose: bool = False,
 ) -> None:
     use_threads(threads)
     begin = time.perf_counter()
-    speaker = Speaker(as_json, quiet)
+    speaker = Speaker(as_json, quiet, verbose)
     recipe, target = with_defaults(recipe, output_path)
     check_output(target, [recipe.model_path, recipe.dataset, recipe.statistics, validation.text])
     source = open_source(recipe.model_path, allow_missing_weights=dry_run)
