@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all check real-model benchmarks clean
+.PHONY: demo test test-all check real-model benchmarks docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,12 @@ real-model: $(STAMP)  ## fetch SmolLM2-135M-Instruct (93 MB) and texts for it in
 
 benchmarks: $(STAMP)  ## throughput of the number formats on this machine
 	$(BIN)/python benchmarks/casts.py
+
+docs: $(STAMP)  ## the site, into build/site
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(BIN)/python tools/command_reference.py
+	$(BIN)/python tools/arithmetic_figures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info

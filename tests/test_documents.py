@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -93,7 +94,8 @@ def complaint(arguments: list[str]) -> str | None:
         else:
             positional += 1
     takes = [p for p in command.params if p.param_type_name == "argument"]
-    if positional > len(takes) or positional < sum(1 for p in takes if p.required):
+    most = math.inf if any(p.nargs == -1 for p in takes) else len(takes)
+    if positional > most or positional < sum(1 for p in takes if p.required):
         return f"{positional} arguments for {command.name or 'qwen_quantize'}, which takes {len(takes)}"
     return None
 

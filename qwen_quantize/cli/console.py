@@ -20,9 +20,10 @@ StageProgress = Callable[[str, int, int], None]
 class Speaker:
     """Where a command's words go. With `--json` everything for people goes to stderr."""
 
-    def __init__(self, as_json: bool, quiet: bool) -> None:
+    def __init__(self, as_json: bool, quiet: bool, verbose: bool = False) -> None:
         self.as_json = as_json
         self.quiet = quiet
+        self.verbose = verbose
         self.console = Console(stderr=as_json, highlight=False)
         self.errors = Console(stderr=True, highlight=False)
 
@@ -57,10 +58,13 @@ class Speaker:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[StageProgress]:
-        """One bar with an ETA on a terminal, a line every few seconds in a pipe."""
+        """One bar with an ETA on a terminal, a line every few seconds in a pipe; with `--verbose` one for every step.
+
+        With `--json` such a line is an object with `event`, `stage`, `what`, `done`, `total` and `seconds_left`.
+        """
         if self.quiet:
             yield lambda _what, _done, _total: None
-        elif self.errors.is_terminal:
+        elif self.errors.is_terminal and not self.verbose:
             with Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -78,22 +82,28 @@ class Speaker:
 
                 yield draw
         else:
-            yield _plain_progress(title)
+            yield _plain_progress(title, 0 if self.verbose else 1 if self.as_json else 5, self.as_json)
 
 
-def _plain_progress(title: str) -> StageProgress:
+def _plain_progress(title: str, pause: float, as_json: bool) -> StageProgress:
+    """pause: seconds between lines, but for the last step of a stage, which always has one."""
     begun: dict[str, float] = {}
     last = [time.monotonic()]
 
     def write(what: str, done: int, total: int) -> None:
         now = time.monotonic()
         begun.setdefault(what, now)
-        if now - last[0] < 5 and done != total:
+        if now - last[0] < pause and done != total:
             return
         last[0] = now
         spent = now - begun[what]
-        left = f", about {spent / done * (total - done):.0f} s left" if 0 < done < total else ""
-        sys.stderr.write(f"{title}: {what} {done}/{total}{left}\n")
+        left = spent / done * (total - done) if 0 < done < total else None
+        if as_json:
+            event = {"event": "progress", "stage": title, "what": what, "done": done, "total": total}
+            line = json.dumps({**event, "seconds_left": left})
+        else:
+            line = f"{title}: {what} {done}/{total}" + ("" if left is None else f", about {left:.0f} s left")
+        sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
     return write

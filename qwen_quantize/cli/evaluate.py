@@ -105,10 +105,12 @@ def check_comparable(reader: ModelReader, reference: ModelReader) -> None:
             )
 
 
-def run_eval(request: EvalRequest, *, threads: int | None, as_json: bool, quiet: bool) -> None:
+def run_eval(
+    request: EvalRequest, *, threads: int | None, as_json: bool, quiet: bool, verbose: bool = False
+) -> None:
     use_threads(threads)
     begin = time.perf_counter()
-    speaker = Speaker(as_json, quiet)
+    speaker = Speaker(as_json, quiet, verbose)
     if request.record is not None:
         check_record_path(Path(request.record))
     reader = open_reader(request.model)

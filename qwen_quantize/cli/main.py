@@ -11,6 +11,7 @@ import qwen_quantize
 from qwen_quantize.cli.check_command import check_command
 from qwen_quantize.cli.chips import chips_app
 from qwen_quantize.cli.compare_command import compare_command
+from qwen_quantize.cli.doctor import doctor_command
 from qwen_quantize.cli.guard import guard
 from qwen_quantize.cli.init_ci import init_ci_command
 from qwen_quantize.cli.probe_command import probe_command
@@ -32,6 +33,7 @@ app.command("probe")(probe_command)
 app.command("compare")(compare_command)
 app.command("init-ci")(init_ci_command)
 app.command("check")(check_command)
+app.command("doctor")(doctor_command)
 
 EXPERT_POLICIES = ("shrink", "forced", "round")
 EFFORTS = ("normal", "high")
@@ -50,6 +52,7 @@ _CONVERTING = (
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="A line for every step, instead of a bar.")]
 Assume = Annotated[
     list[str] | None,
     typer.Option("--assume", help="Set what the profile does not state, e.g. cast.rounding=rtz. Repeatable."),
@@ -303,6 +306,7 @@ def main_command(
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
     """Quantize a model for a chip: weights that load in the serving engine, with the proof.
@@ -436,6 +440,7 @@ def main_command(
             as_json=as_json,
             quiet=quiet,
             mixed=mixed_request(target_bits, max_loss, candidates),
+            verbose=verbose,
         )
 
 
@@ -483,6 +488,7 @@ def eval_command(
     threads: Threads = None,
     as_json: Json = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Perplexity of a model and, against a reference, KL, top-1 agreement and error per layer."""
     with guard(as_json):
@@ -510,6 +516,7 @@ def eval_command(
             threads=threads,
             as_json=as_json,
             quiet=quiet,
+            verbose=verbose,
         )
 
 

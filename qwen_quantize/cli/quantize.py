@@ -86,10 +86,11 @@ def run_quantize(
     as_json: bool,
     quiet: bool,
     mixed: MixedRequest | None = None,
+    verbose: bool = False,
 ) -> None:
     use_threads(threads)
     begin = time.perf_counter()
-    speaker = Speaker(as_json, quiet)
+    speaker = Speaker(as_json, quiet, verbose)
     recipe, target = with_defaults(recipe, output_path)
     if not recipe.device:
         raise UserError("--device is missing: name the chip, e.g. --device ascend; see `chips list`")
