@@ -31,7 +31,7 @@ def small(name: str) -> Scheme:
     scheme = SCHEMES[name]
     if name == "ue8m0":
         return scheme.with_block(32, 32)
-    return scheme.with_group(16) if name in ("w4a16", "w4a8") else scheme
+    return scheme.with_group(16) if name in ("w4a16", "w8a16", "w4a8") else scheme
 
 
 def rounded(weight: Tensor, scheme: Scheme) -> QuantizedTensor:

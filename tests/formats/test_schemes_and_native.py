@@ -24,6 +24,7 @@ def test_named_schemes() -> None:
         "fp8",
         "w8a8",
         "w4a16",
+        "w8a16",
         "w4a8",
         "hif8",
     ]
