@@ -1,7 +1,7 @@
 """The file beside a model that says how its key-value cache is to be stored, and the scales that engines read.
 
-`kv_cache.qwen_quantize` is a safetensors file that holds channel numbers and fixed scales, `layers.N.keys.PART.channels`
-and so on, and in its metadata the scheme and the element of every part as JSON.
+`kv_cache.qwen_quantize` is a safetensors file: channel numbers and fixed scales, `layers.N.keys.PART.channels` and so
+on, and in its metadata the scheme and the element of every part as JSON.
 """
 
 from __future__ import annotations
