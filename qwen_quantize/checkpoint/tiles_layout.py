@@ -81,12 +81,14 @@ def unpack_tiles(tiled: Tensor, shape: tuple[int, int]) -> Tensor:
 def pack_int4_tiles(codes: Tensor, tiles: Tiles) -> Tensor:
     """int32 [ceil(N/64), ceil(K/16), 16, 8] of int4 codes int8 [N, K], for tiles of 16 rows and 32 bytes."""
     wide = pack_tiles(codes, replace(tiles, bytes=2 * tiles.bytes))
-    return pack_nibble_pairs(wide).view(torch.int32)
+    packed = pack_nibble_pairs(wide)
+    # Dimensions of one element may have any stride, which a view as wider words does not take.
+    return packed.flatten().view(torch.int32).view(*packed.shape[:-1], -1)
 
 
 def unpack_int4_tiles(words: Tensor, shape: tuple[int, int]) -> Tensor:
     """int8 codes [N, K]; the inverse of `pack_int4_tiles`."""
-    nibbles = unpack_nibble_pairs(words.contiguous().view(torch.uint8))
+    nibbles = unpack_nibble_pairs(words.flatten().view(torch.uint8)).view(*words.shape[:-1], -1)
     return unpack_tiles(signed_nibbles(nibbles), shape)
 
 

@@ -6,12 +6,9 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from qwen_quantize.calibrators.experts import ExpertPolicy
-from qwen_quantize.calibrators.problem import Effort
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic
 from qwen_quantize.chip_profiles.devices import resolve_device
 from qwen_quantize.chip_profiles.headroom import overflow_words, rule_with_headroom
@@ -28,6 +25,7 @@ from qwen_quantize.eval.token_scores import TokenScores
 from qwen_quantize.formats.scales import ScaleRule
 from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.pipeline.recipe import Recipe
+from qwen_quantize.pipeline.recipe_file import recipe_of_request
 from qwen_quantize.pipeline.texts import EvaluationTokens
 
 # Options of the main command by the recipe's fields; one that holds its default is left out.
@@ -53,11 +51,6 @@ _FLAGS = {
     "allow_unsupported": "--allow-unsupported",
 }
 _LISTS = {"ignore": "--ignore", "include": "--include"}
-_CHOICES: dict[str, type[StrEnum]] = {"expert_policy": ExpertPolicy, "effort": Effort}
-_TEXTS = ("method",)
-_OPTIONAL_TEXTS = ("dataset", "column", "statistics", "scheme", "layout")
-_INTEGERS = ("samples", "length", "seed", "max_shard_bytes")
-_OPTIONAL_INTEGERS = ("block_size", "group_size", "max_memory")
 
 
 def recipe_for(
@@ -101,44 +94,11 @@ def _recipe(manifest: Mapping[str, Any], where: str) -> Recipe:
             f"{where}/qwen_quantize.json and another --device"
         )
 
-    def refuse(key: str) -> UserError:
-        return UserError(
-            f"the manifest of {where}: request {key!r} is {request.get(key)!r:.80}, which cannot be"
-        )
-
-    found: dict[str, Any] = {}
-    for key in (
-        *_TEXTS,
-        *_OPTIONAL_TEXTS,
-        *_INTEGERS,
-        *_OPTIONAL_INTEGERS,
-        *_FLAGS,
-        *_LISTS,
-        *_CHOICES,
-    ):
-        if key not in request:
-            continue
-        value = request[key]
-        integer = isinstance(value, int) and not isinstance(value, bool)
-        if key in _LISTS:
-            fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        elif key in _FLAGS:
-            fits = isinstance(value, bool)
-        elif key in _INTEGERS:
-            fits = integer
-        elif key in _OPTIONAL_INTEGERS:
-            fits = integer or value is None
-        elif key in _CHOICES:
-            fits = value in tuple(_CHOICES[key])
-        else:
-            fits = isinstance(value, str) or (value is None and key in _OPTIONAL_TEXTS)
-        if not fits:
-            raise refuse(key)
-        found[key] = tuple(value) if key in _LISTS else _CHOICES[key](value) if key in _CHOICES else value
     source = manifest["source"].get("path")
-    if not isinstance(source, str) or not source or "method" not in found:
+    if not isinstance(source, str) or not source or "method" not in request:
         raise UserError(f"the manifest of {where} does not say from which model and how it was made")
-    return Recipe(model_path=source, device="", **found)
+    again = {**request, "model_path": source, "device": request.get("device") or "cpu"}
+    return recipe_of_request(again, f"the manifest of {where}: request")
 
 
 def command_for(recipe: Recipe, output: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_quantize.calibrators.experts import ExpertPolicy
+from qwen_quantize.calibrators.problem import Effort
 from qwen_quantize.checkpoint.json_file import read_object
 from qwen_quantize.errors import UserError
 from qwen_quantize.pipeline.recipe import Recipe, Rule
@@ -70,6 +71,7 @@ _REQUEST: dict[str, _Check] = {
     "with_claims": _YES,
     "allow_unsupported": _YES,
     "max_shard_bytes": _SIZE,
+    "effort": (lambda value: value in tuple(Effort), "normal or high"),
 }
 _OPTIONAL: dict[str, _Check] = {
     "dataset": _TEXT,
@@ -79,6 +81,7 @@ _OPTIONAL: dict[str, _Check] = {
     "scheme": _TEXT,
     "group_size": _SIZE,
     "layout": _TEXT,
+    "kv_cache": _TEXT,
     "max_memory": _SIZE,
 }
 _NEEDED = ("model_path", "device", "method")
@@ -123,10 +126,14 @@ def _manifest_recipe(path: Path) -> Recipe:
     request = record.get("request")
     if not isinstance(request, dict) or not isinstance(record.get("tool"), dict):
         raise UserError(f"{path} is no manifest of this program: it holds no request to run again")
-    where = f"{path}: the request"
-    own = {name for name in (field.name for field in fields(Recipe)) if name in request}
-    _known(request, tuple(field.name for field in fields(Recipe)), where)
-    missing = [name for name in _NEEDED if name not in own]
+    return recipe_of_request(request, f"{path}: the request")
+
+
+def recipe_of_request(request: Mapping[str, Any], where: str) -> Recipe:
+    """The recipe that a manifest holds as `request`; UserError, which begins with `where`, for what is none."""
+    names = tuple(field.name for field in fields(Recipe))
+    _known(request, names, where)
+    missing = [name for name in _NEEDED if name not in request]
     if missing:
         raise UserError(f"{where} has no {missing[0]!r}, so it cannot be run again")
     values = {key: value for key, value in request.items() if not (key in _OPTIONAL and value is None)}
@@ -136,8 +143,9 @@ def _manifest_recipe(path: Path) -> Recipe:
         found[key] = tuple(sorted(found.get(key, {}).items()))
     for key in ("ignore", "include"):
         found[key] = tuple(found.get(key, ()))
-    if "expert_policy" in found:
-        found["expert_policy"] = ExpertPolicy(found["expert_policy"])
+    for key, kind in (("expert_policy", ExpertPolicy), ("effort", Effort)):
+        if key in found:
+            found[key] = kind(found[key])
     return Recipe(**found, rules=rules)
 
 
