@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.cli.main import app
 from qwen_quantize.embedded import calibration_text_path, embedded_model_path, embedded_moe_path
+from qwen_quantize.engine.load import ModelReader
 from tests.cli.test_resume import hashes
 from tests.tiny_models import make_tiny, make_tokenizer, words
 
@@ -69,9 +71,13 @@ def test_no_linear_of_an_embedded_model_is_worse(model: Any, tmp_path: Path) -> 
         )  # fmt: skip
         assert result.exit_code == 0, result.output
     normal, high = linears(tmp_path / "normal"), linears(tmp_path / "high")
-    assert all(high[name]["error"] <= normal[name]["error"] for name in normal)
-    better = sum(high[name]["error"] < normal[name]["error"] for name in normal)
-    assert better > 0.9 * len(normal)
+    # Layers for multi-token prediction come behind the others and see no text.
+    unseen = f"model.layers.{ModelReader(open_source(model())).blueprint.num_layers}."
+    for name, linear in high.items():
+        if name.startswith(unseen):
+            assert linear["sha256"] == normal[name]["sha256"]
+        else:
+            assert linear["error"] < normal[name]["error"]
 
 
 def test_where_high_effort_would_change_nothing_it_is_refused(tmp_path: Path, tiny: list[object]) -> None:
