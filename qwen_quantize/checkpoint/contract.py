@@ -24,7 +24,7 @@ from qwen_quantize.checkpoint.contract_manifest import check_manifest
 from qwen_quantize.checkpoint.contract_model import check_model, view_model
 from qwen_quantize.checkpoint.contract_mx_oss import check_mx_oss
 from qwen_quantize.checkpoint.contract_parallel import check_heads, check_shards
-from qwen_quantize.checkpoint.contract_plain import check_hif8, check_plain
+from qwen_quantize.checkpoint.contract_plain import check_hif8, check_plain, check_tiles
 from qwen_quantize.checkpoint.contract_support import check_support
 from qwen_quantize.checkpoint.contract_weights import DEFAULT_LIMIT, check_weights
 from qwen_quantize.checkpoint.contract_words import check_awq, check_gptq
@@ -40,6 +40,7 @@ _METHODS: dict[str, tuple[str, Callable[[ModelFolder, Mapping[str, Any]], Layout
     "gptq": ("gptq", check_gptq),
     "hif8": ("hif8-plain", check_hif8),
     "mxfp4": ("mx-oss", check_mx_oss),
+    "qwen_quantize-tiles": ("tiles", check_tiles),
 }
 _AUTO_ROUND = {"auto_round:auto_awq": "awq", "auto_round:awq": "awq"}
 # Readers of layouts that this program may not write itself.
@@ -238,9 +239,14 @@ def readers_of(layout: str) -> tuple[str, ...]:
     known = LAYOUTS.get(layout)
     if known is None:
         return _READERS.get(layout, ())
-    # "transformers with the package compressed-tensors" is transformers; readers that are no engines drop out.
-    named = {reader.partition(" ")[0].lower() for reader in known.readers}
+    named = {_engine_of(reader) for reader in known.readers}
     return tuple(name for name in ENGINES if name in named)
+
+
+def _engine_of(reader: str) -> str | None:
+    """Our name of the engine in a layout's words, such as "transformers with the package compressed-tensors"."""
+    text = reader.lower().replace("vllm ascend", "vllm-ascend")
+    return max((name for name in ENGINES if text.startswith(name)), key=len, default=None)
 
 
 def _engines(layout: str, served: Served) -> tuple[Engine, ...]:

@@ -183,7 +183,7 @@ def _check_parts(parts: ModuleParts, kind: str, record: AscendType, folder: Mode
         if scale is not None:
             parts.exponents("weight_scale")
     elif record.scaled and parts.part("weight_scale", ("F32",), [(rows, 1)]) is not None:
-        parts.positive("weight_scale")
+        parts.positive("weight_scale", signed=kind.startswith("W4"))
     if record.offset and parts.part("weight_offset", ("F32",), [(rows, 1)], rule="offset") is not None:
         _require_zero(parts, "weight_offset")
     if record.bias:

@@ -79,6 +79,11 @@ _GPUS = (
     "cpu",
 )
 
+# What no engine reads: our own intermediate forms.
+REFUSED_BY_ALL = {
+    "tiles": "no engine reads a chip's tiles from a file; vllm-ascend tiles row-major weights when it loads"
+}
+
 ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (

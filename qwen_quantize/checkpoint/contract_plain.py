@@ -1,4 +1,4 @@
-"""Rules of folders without a scheme of their own: plain weights, and HiFloat8 in rows."""
+"""Rules of folders that few readers know: plain weights, HiFloat8 in rows, and a chip's own tiles."""
 
 from __future__ import annotations
 
@@ -58,4 +58,20 @@ def check_hif8(folder: ModelFolder, settings: Mapping[str, Any]) -> LayoutCheck:
                 form="hif8",
             )
         )
+    return check
+
+
+def check_tiles(folder: ModelFolder, settings: Mapping[str, Any]) -> LayoutCheck:  # noqa: ARG001
+    """Weights in a chip's own tiles, whose shapes are not those of the linears; their scales are looked at."""
+    check = LayoutCheck()
+    check.known |= set(folder.tensors)
+    for module in folder.modules:
+        parts = ModuleParts(folder, module, check)
+        weight = parts.info("weight")
+        if weight is None or weight.dtype in PLAIN:
+            continue
+        scale = parts.info("weight_scale")
+        if scale is not None and scale.dtype in PLAIN:
+            parts.positive("weight_scale", signed=True)
+        parts.take(CheckedLinear(module, "tiles", None, form="tiles"))
     return check

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from qwen_quantize.checkpoint.contract_engines import Engine, Reads
+from qwen_quantize.checkpoint.contract_engines import REFUSED_BY_ALL, Engine, Reads
 from qwen_quantize.checkpoint.contract_linear import CheckedLinear
 from qwen_quantize.checkpoint.contract_parallel import check_merged
 from qwen_quantize.checkpoint.finding import Finding, Severity, warning
@@ -119,7 +119,7 @@ def _check_sizes(engine: Engine, reads: Reads, members: list[CheckedLinear]) -> 
 
 
 def _refused(engine: Engine, layout: str, kind: str, first: str) -> Finding:
-    why = engine.refuses.get(kind)
+    why = engine.refuses.get(kind, REFUSED_BY_ALL.get(kind))
     if why is not None:
         return Finding(
             first,

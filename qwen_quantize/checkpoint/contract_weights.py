@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from qwen_quantize.checkpoint.contract_folder import ModelFolder
-from qwen_quantize.checkpoint.finding import Finding
+from qwen_quantize.checkpoint.finding import Finding, warning
 from qwen_quantize.checkpoint.tensor_info import TensorInfo
 
 DEFAULT_LIMIT = 1 << 30
@@ -53,8 +53,9 @@ def _judge(info: TensorInfo, data: torch.Tensor) -> Finding | None:
             f"{count} of its codes are 0x7F or 0xFF, the NaN of E4M3; every token comes out as NaN",
             "clip to 448 before the cast and quantize again",
         )
-    if info.dtype != "I32" and data.numel() and not bool(data.any()):
-        return Finding(
+    # Packed integers are unsigned, so that their zero is another code.
+    if info.dtype != "I32" and data.numel() == info.nbytes and not bool(data.any()):
+        return warning(
             info.name,
             "weight-zero",
             "all of its codes are 0; the tensor was planned and never written, or its linear is dead",

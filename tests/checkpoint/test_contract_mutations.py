@@ -52,6 +52,8 @@ INDEX, SHARD1, SHARD2 = (
 )
 SINGLE = "model.safetensors"
 
+TILES = {"quant_method": "qwen_quantize-tiles"}
+
 # What the tables say of engines that read the layout, but not this scheme of it; nothing is wrong with the folders.
 KNOWN_LIMITS = {
     "mxfp8": ("sglang", "engine-scheme"),
@@ -398,6 +400,15 @@ def test_what_an_engine_makes_of_a_sound_folder(
     else:
         assert [one for one in findings if one.rule == rule and named in one.tensor], findings
         assert all(one.severity is Severity.ERROR for one in findings)
+
+
+def test_tiles_are_read_by_no_engine(good: dict[str, Path], tmp_path: Path) -> None:
+    folder = copy_of(good["int8"], tmp_path / "tiles")
+    both(config(quantization_config=TILES), unlink("qwen_quantize.json"))(folder)
+    assert check_folder(folder).findings == ()
+    assert {one.rule for one in check_folder(folder, Served("vllm-ascend")).findings} == {"engine-scheme"}
+    fill(f"{Q}.weight_scale", 0.0)(folder)
+    assert [one.rule for one in check_folder(folder).findings] == ["scale-value"]
 
 
 def test_partial_blocks_are_a_warning_for_transformers_and_stop_a_merged_product(

@@ -36,7 +36,7 @@ def spoil(folder: Path, out: Path) -> str:
     for file in folder.iterdir():
         (out / file.name).write_bytes(file.read_bytes())
     tensors = load_file(out / "model.safetensors")
-    name = next(name for name in tensors if name.endswith("_scale_inv"))
+    name: str = next(name for name in tensors if name.endswith("_scale_inv"))
     tensors[name][0, 0] = 0
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return name
