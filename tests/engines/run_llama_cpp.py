@@ -1,6 +1,7 @@
 """Runs inside llama.cpp's own environment: greedy continuations of texts and what the model thought of each token.
 
-python run_llama_cpp.py MODEL.gguf TOKENS < {"prompts": [...], "banned": [ids]} > {"answers": [{"prompt_tokens", "ids", "logprobs"}]}
+Arguments: a GGUF and the number of tokens. stdin: {"prompts": [texts], "banned": [ids]}; stdout: {"answers":
+[{"prompt_tokens", "ids", "logprobs"}]}.
 """
 
 from __future__ import annotations
