@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import gguf
 from torch import Tensor
@@ -38,7 +38,7 @@ from qwen_quantize.formats.schemes import Scheme, TensorSpec
 from qwen_quantize.formats.tables import E2M1, E8M0, FP16, INT4, INT8
 from qwen_quantize.models.lookup import require_blueprint
 
-Kind = gguf.GGMLQuantizationType
+Kind: TypeAlias = gguf.GGMLQuantizationType
 
 GROUP = 32
 _GRID = Granularity.group(GROUP)

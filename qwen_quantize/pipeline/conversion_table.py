@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from qwen_quantize.checkpoint.layouts import LAYOUTS, Layout
+from qwen_quantize.checkpoint.compressed_config import CompressedTensors
+from qwen_quantize.checkpoint.layouts import LAYOUTS, BlockFp8Config, Layout, parse_quantization
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.blocks import QuantizedTensor
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
-from qwen_quantize.formats.spec import IntFormat
+from qwen_quantize.formats.spec import Format, IntFormat
 from qwen_quantize.formats.tables import FP32
 from qwen_quantize.pipeline.conversion_fit import Inputs, fit_linear
 
@@ -25,7 +26,8 @@ class ConversionRow:
     """form: of the weights, in words. verdicts: by layout.
 
     "exact": codes, scales and what becomes of inputs; "weights": codes and scales, but inputs are no longer cast;
-    "fitting scales": as far as the scales are numbers of the layout's narrower type; "no": not at all.
+    "input scales": codes and scales, but the inputs' scales are of another format; "fitting scales" and "fitting
+    weights": "exact" and "weights" where the scales are numbers of the layout's narrower type; "no": not at all.
     """
 
     form: str
@@ -77,10 +79,26 @@ def _verdict(layout: Layout, scheme: Scheme) -> str:
             )
         except UserError:
             continue
-        if value == _FITTING and scheme.weight.scale_format == FP32:
-            return "fitting scales"
-        return "exact" if fit.keeps_inputs else "weights"
+        fitting = value == _FITTING and scheme.weight.scale_format == FP32
+        if not fit.keeps_inputs:
+            return "fitting weights" if fitting else "weights"
+        if scheme.activation is not None and not _states(layout, fit.scheme, scheme.activation.scale_format):
+            return "input scales"
+        return "fitting scales" if fitting else "exact"
     return "no"
+
+
+def _states(layout: Layout, scheme: Scheme, scale_format: Format) -> bool:
+    """Whether the layout's config says of the inputs' scales what the scheme does."""
+    config = layout.quantization_config({_MODULE: scheme}, ())
+    match parse_quantization({"quantization_config": config}):
+        case BlockFp8Config() as blocks:
+            return blocks.activation.scale_format == scale_format
+        case CompressedTensors() as compressed:
+            return all(
+                it.inputs is not None and it.inputs.scale_format == scale_format for it in compressed.weights
+            )
+    return True
 
 
 def _linear(scheme: Scheme, scale: float) -> QuantizedTensor:

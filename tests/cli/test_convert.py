@@ -21,7 +21,7 @@ def quantized(model: Path, tmp_path: Path, run: Run) -> Path:
     out = tmp_path / "quantized"
     done = run(
         "--model-path", model, "--output-path", out, "--device", "cpu", "--quant-method", "rtn",
-        "--group-size", 32, "--no-validate",
+        "--group-size", 32, "--layout", "gptq", "--no-validate",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     return out
@@ -34,7 +34,7 @@ def test_to_awq_and_what_is_said(quantized: Path, tmp_path: Path, run: Run) -> N
     record = json.loads(done.stdout)
     assert (record["layout"], record["exact"], record["requantized"]) == ("awq", True, 0)
     assert record["linears"] == 21
-    assert record["converted_from"]["layout"] == "compressed-tensors"
+    assert record["converted_from"]["layout"] == "gptq"
     before, after = LinearReader(open_source(quantized)), LinearReader(open_source(out))
     for layer in range(3):
         module = f"model.layers.{layer}.mlp.down_proj"

@@ -1,6 +1,7 @@
 """Runs inside llama.cpp's own environment: greedy continuations of texts and what the model thought of each token.
 
-python run_llama_cpp.py MODEL.gguf TOKENS < {"prompts": [...]} > {"answers": [{"prompt_tokens", "ids", "logprobs"}]}
+Arguments: a GGUF and the number of tokens. stdin: {"prompts": [texts], "banned": [ids]}; stdout: {"answers":
+[{"prompt_tokens", "ids", "logprobs"}]}.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ def main() -> None:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.warmup = False
     server = xllamacpp.Server(params)
-    answers = []
-    for prompt in json.load(sys.stdin)["prompts"]:
+    answers, job = [], json.load(sys.stdin)
+    banned = {"logit_bias": [[number, False] for number in job["banned"]]}
+    for prompt in job["prompts"]:
         request = {"prompt": prompt, "n_predict": int(sys.argv[2]), "temperature": 0.0, "logprobs": 1}
         found: dict[str, Any] = server.handle_completions(
-            request | {"ignore_eos": True, "cache_prompt": False}
+            request | banned | {"ignore_eos": True, "cache_prompt": False}
         )
         content = found["choices"][0]["logprobs"]["content"]
         answers.append(

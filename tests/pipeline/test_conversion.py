@@ -299,5 +299,8 @@ def test_the_table_of_exact_conversions_is_what_conversions_do() -> None:
     assert rows["w4a16, groups of 32, zero points"]["gptq"] == "no"
     assert rows["mxfp4"]["gguf"] == "weights"
     assert rows["mxfp4"]["awq"] == "no"
-    assert rows["ue8m0"]["deepseek-fp8"] == rows["ue8m0"][CT] == "exact"
+    assert rows["ue8m0"]["deepseek-fp8"] == "exact"
+    assert rows["ue8m0"][CT] == "input scales"
+    assert rows["block FP8, float32 scales"][CT] == "exact"
+    assert rows["w8a8"]["gptq"] == "fitting weights"
     assert all(any(verdict == "exact" for verdict in verdicts.values()) for verdicts in rows.values())
