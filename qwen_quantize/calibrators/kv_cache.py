@@ -254,10 +254,27 @@ def arithmetic_lines(sides: list[MixedSide], chosen: list[Tensor]) -> list[str]:
     bits = {fmt.name: fmt.bits for fmt in WIDTHS}
     codes = sum(share * bits[name] for name, share in parts)
     terms = " + ".join(f"{100 * share:.1f} % x {bits[name]}" for name, share in parts)
-    plain = mixed_bits(((0.3, KvElement(FP16), 128), (0.7, KvElement(INT4), 128)))
     return [
         f"key-value cache: {terms} = {codes:.2f} bits, with scales {exact:.2f}: "
         f"{exact / 16:.3f} of FP16, so 1.2 GB becomes {1.2 * exact / 16:.2f} GB",
-        f"for comparison, 30 % of the channels in FP16 and 70 % in INT4 are {plain:.2f} bits before any scale: "
-        f"1.2 GB becomes {1.2 * plain / 16:.2f} GB",
+        plain_line(),
     ]
+
+
+def budget_line(bits: float) -> str:
+    """What a budget means before any channel is chosen."""
+    low, high = KvElement(INT4).format.bits, KvElement(FP16).format.bits
+    share = (bits - low) / (high - low)
+    return (
+        f"key-value cache: mixed:{bits:g} is what {100 * share:.1f} % of the channels in FP16 and the rest in INT4 "
+        f"take before any scale, {bits / 16:.3f} of FP16: 1.2 GB becomes {1.2 * bits / 16:.2f} GB; {plain_line()}"
+    )
+
+
+def plain_line() -> str:
+    """The sum that the trade press gets wrong."""
+    plain = mixed_bits(((0.3, KvElement(FP16), 128), (0.7, KvElement(INT4), 128)))
+    return (
+        f"for comparison, 30 % of the channels in FP16 and 70 % in INT4 are {plain:.2f} bits before any scale: "
+        f"1.2 GB becomes {1.2 * plain / 16:.2f} GB"
+    )

@@ -21,7 +21,7 @@ from qwen_quantize.engine.compute import FolderCompute, schemes_of
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kv_plan import KvPlan
-from qwen_quantize.formats.kv_scheme import parse_kv_scheme
+from qwen_quantize.formats.kv_scheme import KvKind, parse_kv_scheme
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
 from qwen_quantize.pipeline.kv_cache import check_kv_plan, plan_kv_cache
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
@@ -207,7 +207,17 @@ def folder_kv_plan(
     """
     if asked is not None:
         scheme = parse_kv_scheme(asked)
-        return plan_kv_cache(scheme, reader, chip.profile, windows, chip.compute)
+        if scheme.kind is KvKind.MIXED and windows is None and reader.blueprint.config.latent is None:
+            raise UserError(
+                "--kv-cache mixed weighs channels by what a text needs of them, and there is none here; quantize with "
+                "it, and the folder's own scheme is taken"
+            )
+        found = plan_kv_cache(scheme, reader, chip.profile, windows, chip.compute)
+        if windows is None or not (scheme.needs_scales or scheme.kind is KvKind.MIXED):
+            return found
+        return replace(
+            found, notes=(*found.notes, "what it needs to know was found on the text measured here")
+        )
     plan = read_kv_plan(Path(path))
     if plan is not None:
         check_kv_plan(plan, reader.blueprint.config, path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qwen_quantize.calibrators.kv_cache import budget_line
+from qwen_quantize.calibrators.kv_plans import uniform_plan
 from qwen_quantize.checkpoint.compressed_tensors import CompressedTensorsLayout
 from qwen_quantize.checkpoint.kv_side import engine_scales, scale_shape
 from qwen_quantize.checkpoint.layouts import BlockLayout, Layout
@@ -12,7 +14,7 @@ from qwen_quantize.chip_profiles.schema import ChipProfile
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kv_scheme import KvKind, KvScheme, parse_kv_scheme
 from qwen_quantize.models.blueprint import Blueprint
-from qwen_quantize.pipeline.kv_cache import choose_scheme
+from qwen_quantize.pipeline.kv_cache import choose_scheme, kv_context, kv_lines
 from qwen_quantize.pipeline.recipe import Recipe
 
 
@@ -45,7 +47,17 @@ def plan_kv_tensors(
             "--kv-cache mixed weighs channels by what a text needs of them; give --calibration-dataset"
         )
     choice = choose_scheme(scheme, profile, blueprint.config.dtype, recipe.dataset is not None)
-    return KvTensors(choice.scheme, _outputs(choice.scheme, blueprint, layout), choice.notes)
+    notes = (*choice.notes, *_expected(choice.scheme, blueprint))
+    return KvTensors(choice.scheme, _outputs(choice.scheme, blueprint, layout), notes)
+
+
+def _expected(scheme: KvScheme, blueprint: Blueprint) -> tuple[str, ...]:
+    """What the cache will take; UserError where the model's attention cannot have it."""
+    context = kv_context(blueprint)
+    if scheme.kind is not KvKind.MIXED or blueprint.config.latent is not None:
+        return (kv_lines(uniform_plan(scheme, blueprint.config), context)[0],)
+    assert scheme.bits is not None
+    return (budget_line(scheme.bits),)
 
 
 def _outputs(scheme: KvScheme, blueprint: Blueprint, layout: Layout) -> tuple[OutputTensor, ...]:

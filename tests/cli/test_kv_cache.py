@@ -82,6 +82,19 @@ def test_mixed_is_stored_and_generates(
     assert json.loads(speed.stdout)["kv_cache"]["scheme"] == "int4:32,window=128,sinks=4"
 
 
+def test_the_plan_prints_the_arithmetic(model: Path, dataset: Path, tmp_path: Path, run: Run) -> None:
+    asked = ["--model-path", model, "--output-path", tmp_path / "out", "--device", "example@1.2", "--dry-run"]
+    done = run(
+        *asked, "--calibration-dataset", dataset, "--calibration-length", 64, "--kv-cache", "mixed:7.6"
+    )
+    assert done.exit_code == 0, done.stderr
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "mixed:7.6 is what 30.0 % of the channels in FP16" in said
+    assert "1.2 GB becomes 0.57 GB" in said
+    done = run(*asked, "--kv-cache", "int4")
+    assert "4.62 bits of a value with scales" in " ".join((done.stdout + done.stderr).split())
+
+
 @pytest.mark.parametrize(
     ("words_", "says"),
     [("int3", "not one of the schemes"), ("int4:48", "32, 64 or 128"), ("mixed:5", "--calibration-dataset")],
