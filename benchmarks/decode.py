@@ -12,7 +12,6 @@ that shows AMX without allowing it needs -DCMAKE_C_FLAGS=-mno-amx-tile and the l
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import subprocess
 import sys
@@ -153,8 +152,6 @@ def compare(packed: Path, plain: Path, gguf: Path | None, options: argparse.Name
         if name in best:
             record[f"ratio_to_{key}"] = best[name][1] / best["ours"][1]
             record[f"prefill_ratio_to_{key}"] = best[name][0] / best["ours"][0]
-    del torch_model, models
-    gc.collect()
     return record
 
 

@@ -171,7 +171,7 @@ def _record(load: Load, speed: Speed, roof: Roofline, operations: int) -> dict[s
         "weight_bytes": speed.weight_bytes,
         "cache_bytes": speed.cache_bytes,
         "decode_bound_tokens_per_second": bound,
-        "prefill_bound_tokens_per_second": roof.prefill_bound(speed, operations),
+        "prefill_bound_tokens_per_second": roof.prefill_bound(operations),
         "bandwidth_bound_fraction": None if bound is None else speed.decode_tokens_per_second / bound,
     }
 
@@ -191,7 +191,7 @@ def _chip_bounds(
         {
             "load": load.name,
             "decode_bound_tokens_per_second": roof.decode_bound(speed),
-            "prefill_bound_tokens_per_second": roof.prefill_bound(speed, operations),
+            "prefill_bound_tokens_per_second": roof.prefill_bound(operations),
         }
         for load, speed in zip(loads, speeds, strict=True)
     ]
@@ -218,8 +218,8 @@ def _say(speaker: Speaker, record: Mapping[str, Any]) -> None:
             f"a step takes {1000 * load['step_p50_seconds']:.1f} ms, 99 % at most "
             f"{1000 * load['step_p99_seconds']:.1f} ms)"
         )
-    chip = record.get("bound_of_chip")
-    for load in [] if chip is None else chip["loads"]:
+    chip = record.get("bound_of_chip", {"loads": []})
+    for load in chip["loads"]:
         decode, prefill = (
             "unknown" if load[key] is None else f"{load[key]:.0f} tokens/s"
             for key in ("decode_bound_tokens_per_second", "prefill_bound_tokens_per_second")

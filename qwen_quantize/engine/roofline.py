@@ -64,6 +64,6 @@ class Roofline:
             return None
         return speed.batch * self.bandwidth / (speed.step_bytes + speed.cache_bytes / 2)
 
-    def prefill_bound(self, speed: Speed, operations: int) -> float | None:
+    def prefill_bound(self, operations: int) -> float | None:
         """Tokens per second if only the linears' arithmetic took time. operations: of a token."""
         return None if self.flops is None else self.flops / operations

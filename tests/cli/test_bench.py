@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import Result
 
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.cli.bench import LOADS, BenchRequest
@@ -16,9 +18,9 @@ from qwen_quantize.engine.generate import Speed, measure_speed
 from qwen_quantize.engine.load import ModelReader, load_model
 from qwen_quantize.engine.roofline import Roofline, token_operations
 from qwen_quantize.errors import UserError
-from tests.cli.conftest import Run
 from tests.tiny_models import make_tiny
 
+Run = Callable[..., Result]
 SPEED = Speed(2, 10, 4, 0.5, (0.1, 0.2, 0.4, 0.3), 1000, 900, 200)
 
 
@@ -31,7 +33,7 @@ def test_speeds_are_those_of_all_texts() -> None:
 def test_bounds_are_of_what_a_step_reads_and_computes() -> None:
     roof = Roofline(5000.0, 600.0)
     assert roof.decode_bound(SPEED) == pytest.approx(2 * 5000 / 1000)
-    assert roof.prefill_bound(SPEED, 3) == pytest.approx(200)
+    assert roof.prefill_bound(3) == pytest.approx(200)
     assert Roofline(None, None).decode_bound(SPEED) is None
 
 
@@ -88,7 +90,7 @@ def test_plain_weights_take_the_fast_path(model: Path, run: Run) -> None:
     ],
 )
 def test_refusals(model: Path, run: Run, arguments: tuple[str, ...], words: str) -> None:
-    result = run("bench", model, *arguments)
+    result = run("bench", model, "--prompt-tokens", 8, "--new-tokens", 2, *arguments)
     assert result.exit_code == 2
     assert words in result.stderr
 
