@@ -132,6 +132,7 @@ def test_every_block_of_the_readme_runs(tmp_path: Path) -> None:
         ("calib.jsonl", calibration_text_path()),
         ("heldout.txt", heldout_text_path()),
         ("qwen_quantize", ROOT / "qwen_quantize"),
+        ("mine.toml", ROOT / "qwen_quantize" / "chip_profiles" / "example.toml"),
     )
     for name, place in places:
         (folder / name).symlink_to(place)
@@ -142,6 +143,11 @@ def test_every_block_of_the_readme_runs(tmp_path: Path) -> None:
             continue
         for line in block.content.replace("\\\n", " ").splitlines():
             command = for_a_test(line)
+            if " OTHER " in command:  # statistics of another text, which no line makes
+                made = for_a_test(
+                    "qwen_quantize --collect OTHER --model-path MODEL --calibration-dataset heldout.txt"
+                )
+                command = f"{made} && {command}"
             done = subprocess.run(
                 ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True
             )
