@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
+from qwen_quantize.calibrators.experts import ExpertPolicy, needed_tokens, shrunk
 from qwen_quantize.calibrators.observers import InputStatistics
 from qwen_quantize.calibrators.problem import LayerSolution
 from qwen_quantize.calibrators.sensitivity import OutputPower, output_power
-from qwen_quantize.engine.linear import LinearGroup, PlainGroup
+from qwen_quantize.engine.linear import PlainGroup
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.models.blueprint import RESIDUAL_WRITERS, Half, LinearSite, Stream
 from qwen_quantize.pipeline.compile import seen_by_chip
-from qwen_quantize.pipeline.expert_stream import ExpertInputs, expert_statistics, expert_unit
+from qwen_quantize.pipeline.expert_stream import expert_unit
 from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.solving import check_finite_group, factors_of, solve_group
 from qwen_quantize.pipeline.statistics_folder import ANYONE, StatisticsFolder, StreamStatistics
@@ -52,14 +53,15 @@ class StreamSolver:
     def __init__(self, reader: ModelReader, folder: StatisticsFolder) -> None:
         self.reader = reader
         self.folder = folder
-        self._read: tuple[str, dict[str, StreamStatistics]] | None = None
+        self._read: dict[bool, tuple[str, dict[str, StreamStatistics]]] = {}
 
     def unit(self, name: str) -> dict[str, StreamStatistics]:
-        """The streams of a unit; the last unit is kept, because its streams are asked for one after another."""
-        if self._read is None or self._read[0] != name:
-            self._read = None
-            self._read = name, self.folder.read(name)
-        return self._read[1]
+        """The streams of half a layer or of an expert; the last of each is kept, as its streams come one by one."""
+        routed = ".experts." in name
+        if routed not in self._read or self._read[routed][0] != name:
+            self._read.pop(routed, None)
+            self._read[routed] = name, self.folder.read(name)
+        return self._read[routed][1]
 
     def modules(self, place: StreamPlace) -> list[str]:
         blueprint = self.reader.blueprint
@@ -92,30 +94,30 @@ class StreamSolver:
         return solve_group(choice, modules, plain, seen, factors), amax
 
     def _seen(self, plan: Plan, place: StreamPlace) -> InputStatistics | None:
+        """What the solver is given, for routed experts as `expert_statistics` has it (forced ones: their own)."""
         module = self.modules(place)[0]
         if place.expert is None:
             return seen_by_chip(plan, self.raw(place), module)
-        found = self.unit(expert_unit(place.layer, place.expert))
-        own = seen_by_chip(plan, found[place.stream.value], module)
-        everyone, hidden = own, place.stream is Stream.EXPERT_HIDDEN
-        if not hidden:
-            half = self.folder.read(half_unit(place.layer, Half.MLP))
-            everyone = seen_by_chip(plan, half[Stream.EXPERT_INPUT.value], module)
-        inputs = ExpertInputs(
-            found[place.stream.value].statistics.tokens,
-            lambda: {Stream.EXPERT_INPUT: own, Stream.EXPERT_HIDDEN: own},
-            lambda _count: {place.stream: own},
-            lambda _count: seen_by_chip(plan, found[ANYONE], module) if hidden else own,
-        )
-        policy = plan.recipe.expert_policy
-        _, seen = expert_statistics(policy, place.expert, self._widths(place.layer), everyone, inputs)
-        return seen[place.stream]
+        # Read anew: what is made up for missing tokens is added in place.
+        found = self.folder.read(expert_unit(place.layer, place.expert))
+        own, policy = seen_by_chip(plan, found[place.stream.value], module), plan.recipe.expert_policy
+        widths = self._widths(place.layer)
+        if policy is ExpertPolicy.FORCED or own.tokens >= max(map(needed_tokens, widths.values())):
+            return own
+        if policy is ExpertPolicy.ROUND:
+            return None
+        needed = needed_tokens(widths[place.stream])
+        if own.tokens >= needed:
+            return own
+        if place.stream is Stream.EXPERT_HIDDEN:
+            return shrunk(own, seen_by_chip(plan, found[ANYONE], module), needed)
+        everyone = self.unit(half_unit(place.layer, Half.MLP))[Stream.EXPERT_INPUT.value]
+        return shrunk(own, seen_by_chip(plan, everyone, module), needed)
 
-    def _widths(self, layer: int) -> dict[Stream, LinearGroup]:
-        """Groups without rows, for what asks only how wide an expert's inputs are."""
+    def _widths(self, layer: int) -> dict[Stream, int]:
         blueprint = self.reader.blueprint
         return {
-            stream: PlainGroup(torch.empty(0, blueprint.linear_shape(sites[0], layer)[1]), None, (0,))
+            stream: blueprint.linear_shape(sites[0], layer)[1]
             for stream, sites in blueprint.expert_streams(layer).items()
         }
 
