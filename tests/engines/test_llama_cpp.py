@@ -22,7 +22,7 @@ from qwen_quantize.cli.main import app
 from qwen_quantize.engine.load import ModelReader, load_model
 from qwen_quantize.pipeline.run import source_tokenizer
 from tests.checkpoint.tiny_gguf import TEXTS, make_model, tokenizer
-from tests.engines_environment import python_of
+from tests.engines.environments import engine_python
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ class Agreement:
 
 def agreement(folder: Path, prompts: Sequence[str]) -> Agreement:
     (file,) = folder.glob("*.gguf")
-    python = python_of("llama_cpp")
+    python = engine_python("llama_cpp")
     runner = Path(__file__).with_name("run_llama_cpp.py")
     source = open_source(folder)
     model, tokenizer = load_model(ModelReader(source)), source_tokenizer(source)
