@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.embedded import calibration_text_path
+from qwen_quantize.engine.load import ModelReader
+from qwen_quantize.pipeline.plan import make_plan
+from qwen_quantize.pipeline.recipe import Recipe
+from qwen_quantize.pipeline.sensitivity import StreamSolver, places
+from qwen_quantize.pipeline.statistics_folder import read_statistics
 from tests.cli.test_resume import hashes
 from tests.pipeline.test_methods import invoke, make, run
 from tests.tiny_models import words
@@ -143,6 +150,25 @@ def test_what_cannot_be_reached_is_refused(
     assert result.exit_code == 2, result.output
     assert message in result.output.replace("\n", " ")
     assert not list(tmp_path.iterdir())
+
+
+def test_experts_are_solved_alike_every_time(sparse: Path, text: list[str], tmp_path: Path) -> None:
+    """What is made up for an expert's missing tokens must not stay in the statistics that others read."""
+    run("--model-path", sparse, "--collect", tmp_path / "statistics", *text)
+    source = open_source(sparse)
+    recipe = Recipe(str(sparse), "cpu", "gptq", statistics=str(tmp_path / "statistics"), group_size=32)
+    plan, solver = (
+        make_plan(recipe, source),
+        StreamSolver(ModelReader(source), read_statistics(recipe.statistics or "")),
+    )
+    routed = [place for place in places(solver.reader, 1) if place.expert is not None]
+    for place in routed[:4]:
+        plain = solver.plain(place)
+        before = [moment.clone() for moment in solver.raw(place).statistics.second_moments]
+        first, second = solver.solve(plan, place, plain), solver.solve(plan, place, plain)
+        assert [one.error for one in first] == [one.error for one in second]
+        after = solver.raw(place).statistics.second_moments
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.slow
