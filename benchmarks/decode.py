@@ -3,8 +3,10 @@
     python benchmarks/decode.py [--json] [--cache build/real-model] [--threads 2] [--rounds 3]
 
 SmolLM2-135M is the Q4_1 GGUF as llama.cpp runs it (its embedding and head are Q8_0), the same weights made w4a16 in
-groups of 32 by `rtn` with an int8 head for us, and float32 for transformers. A Qwen-shaped model of 0.5 billion
-random weights has no GGUF: only ours and transformers'. Contenders take turns, and each one's best round counts.
+groups of 32 by `rtn` with an int8 head for us, and float32 for transformers. A model in the shape of Qwen2.5-0.5B with
+random weights and a vocabulary of 32000 has no GGUF: only ours and transformers'. Contenders take turns, and each
+one's best round counts.
+
 llama.cpp gets an environment of its own in build/engines (`CMAKE_ARGS` is passed on to its build: a virtual machine
 that shows AMX without allowing it needs -DCMAKE_C_FLAGS=-mno-amx-tile and the like).
 """
