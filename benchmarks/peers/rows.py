@@ -56,6 +56,9 @@ def _four_bit(task: Task) -> list[Row]:
         Row(task, OURS, method, method != "rtn", ("--quant-method", method, *flags))
         for method in ("rtn", "gptq", "awq", "awq_v2")
     ]
+    ours.append(
+        Row(task, OURS, "awq_v2 high", True, ("--quant-method", "awq_v2", "--effort", "high", *flags))
+    )
     peers = [
         Row(task, "llmcompressor", "rtn", False, flags),
         Row(task, "llmcompressor", "gptq", True, flags),

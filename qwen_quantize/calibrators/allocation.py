@@ -172,8 +172,8 @@ def _merge(
     for _, _, _, trail in sorted(sums, key=lambda one: one[1]):
         chosen: list[int] = []
         while trail:
-            trail, number = trail  # type: ignore[assignment, misc]
-            chosen.append(number)  # type: ignore[arg-type]
+            trail, number = trail  # type: ignore[assignment]
+            chosen.append(number)
         chosen.reverse()
         if _spends(chosen, spent) <= most:
             return chosen, exact
