@@ -40,7 +40,7 @@ class NotRun(RuntimeError):
 
 
 def quantize_with_peer(row: Row, inputs: Inputs, place: Path, folder: Path, limit: float) -> dict[str, Any]:
-    """The peer's own record; the model as float32 is in place/weights."""
+    """The peer's own record; the model as float32 is in place/weights, or only in its own form in place/quantized."""
     try:
         python = python_of(row.tool, folder / "env")
     except EnvironmentRefusal as refusal:
@@ -125,9 +125,13 @@ def run_row(row: Row, inputs: Inputs, options: argparse.Namespace, measure: Eval
             made = quantize_with_peer(row, inputs, place, options.folder, options.limit)
     except NotRun as refusal:
         return {**about, "not_run": str(refusal)}
+    decoded = place / "weights" if (place / "weights").is_dir() else place / "quantized"
     with torch.inference_mode():
-        texts = measure.score(place / "weights", row.task.cast)
-        if (place / "quantized").is_dir():
+        try:
+            texts = measure.score(decoded, row.task.cast)
+        except UserError as refusal:
+            return {**about, "not_run": f"its checkpoint cannot be read here: {refusal}"}
+        if (place / "quantized").is_dir() and decoded.name == "weights":
             made["read_back"] = _read_back(place)
     if not options.keep:
         shutil.rmtree(place)

@@ -49,7 +49,8 @@ def quantize(job: Job) -> dict[str, Any]:
         )
         model, _ = rounder.quantize()
     peak = peak_memory_bytes()
-    write_weights(job, model.state_dict())
+    if scheme not in SCHEMES:  # of those it has packed the weights by now: they are read from its checkpoint
+        write_weights(job, model.state_dict())
     # Its own layout for zero points asks for a class of another package, which has changed since.
     with job.clock("save"):
         rounder.save_quantized(str(job.quantized), format=_format(scheme, job.symmetric))

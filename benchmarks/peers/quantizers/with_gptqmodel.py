@@ -24,7 +24,8 @@ def quantize(job: Job) -> dict[str, Any]:
     peak = peak_memory_bytes()
     with job.clock("save"):
         model.save(str(job.quantized))
-    loaded = GPTQModel.load(str(job.quantized), device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float32)
+    # Its linears decode to 16 bits only.
+    loaded = GPTQModel.load(str(job.quantized), device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16)
     state = dict(loaded.model.state_dict())
     for name, module in loaded.model.named_modules():
         if hasattr(module, "dequantize_weight"):
