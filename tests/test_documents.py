@@ -511,6 +511,7 @@ def test_promised_json_keys_are_there(tmp_path: Path) -> None:
         "`eval`": [*runs["`eval`", "`eval`"], "--record", str(tmp_path / "run.safetensors"), "--attribute"],
         "`regress`": hurt,
         "`chips show`": ["chips", "show", "ascend", "--json"],
+        "`bench`": [*runs["`bench`", "`bench`"], "--model-of", "example"],
     }
     for label, arguments in more.items():
         result = CliRunner().invoke(app, arguments)
