@@ -18,7 +18,7 @@ from qwen_quantize.cli.main import EXPERT_POLICIES, app
 from qwen_quantize.models.lookup import BY_ARCHITECTURE
 from tests.tiny_models import make_tiny, make_tokenizer, words
 from tools import readme_tables
-from tools.readme_tables import CHINESE, ENGLISH, LANGUAGES, Language
+from tools.readme_words import CHINESE, ENGLISH, LANGUAGES, Language
 
 ROOT = Path(__file__).resolve().parent.parent
 READMES = ("README.md", "README.zh-CN.md")

@@ -5,9 +5,9 @@
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end generated -->`. NAME is `chips` (from the
 chip profiles), `families` (from the records of model families), `methods` (from the calibrators), `layouts` (from the
 records of layouts and what they plan for each scheme), `conversions` (from what each layout packs), `measured` (from
-benchmarks/results/real_model.json, where it
-exists), `measured-moe` (from those of r1_layer.json, layers.json, expert_policies.json and embedded_moe.json that
-exist in the same folder), `firmware-story` (from firmware_story.json there) or `gate` (from gate_errors.json there).
+benchmarks/results/real_model.json, where it exists), `measured-moe` (from those of r1_layer.json, layers.json,
+expert_policies.json and embedded_moe.json that exist in the same folder), `firmware-story` (from firmware_story.json
+there), `gate` (gate_errors.json), `kv-cache` (kv_cache.json), `speed` (decode.json) or `peers` (peers.json).
 All but the first and embedded_moe.json hold what the benchmarks of these names print with --json, r1_layer.json one
 run or a list of runs; embedded_moe.json holds what `qwen_quantize eval --json` prints. Words are in
 readme_words.toml. With --check nothing is written; the exit code is 1 when a part is stale.
@@ -19,9 +19,8 @@ import argparse
 import json
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,44 +41,27 @@ from qwen_quantize.formats.tables import E8M0
 from qwen_quantize.models.blueprint import Family
 from qwen_quantize.models.lookup import FAMILIES
 from qwen_quantize.pipeline.conversion_table import exact_conversions
+from tools.readme_benchmarks import kv_cache, peers, speed
+from tools.readme_words import (
+    LANGUAGES,
+    RESULTS,
+    ROOT,
+    WORDS,
+    Language,
+    ReadmeError,
+    shown,
+    table,
+)
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "real_model.json"
+MEASURED = RESULTS / "real_model.json"
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n)(.*?)(<!-- end generated -->)", re.DOTALL)
 _FP8 = ("e4m3fn", "e4m3fnuz")  # the second is AMD's variant of the MI300 generation
-
-
-class ReadmeError(RuntimeError):
-    """A README or the results cannot be used; says which and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Language:
-    """One edition: its file and its words for what the tables say."""
-
-    file: str
-    words: Mapping[str, str]
-
-    def __call__(self, word: str) -> str:
-        """The edition's word; in English most words stand for themselves."""
-        return self.words.get(word, word)
-
-
-_WORDS = tomllib.loads(Path(__file__).with_name("readme_words.toml").read_text(encoding="utf-8"))
-ENGLISH = Language("README.md", _WORDS["en"])
-CHINESE = Language("README.zh-CN.md", _WORDS["zh"])
-LANGUAGES = (ENGLISH, CHINESE)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def chips_table(say: Language) -> str:
     """One row for each shipped profile, claims left out, in the order of names."""
     head = [*(say(w) for w in ("chip", "vendor", "fp8", "int8", "int4", "memory")), "`ue8m0`"]
-    return _table([*head, say("arithmetic")], [_chip_row(load_profile(n), say) for n in list_profiles()])
+    return table([*head, say("arithmetic")], [_chip_row(load_profile(n), say) for n in list_profiles()])
 
 
 def _chip_row(profile: ChipProfile, say: Language) -> list[str]:
@@ -115,13 +97,13 @@ def families_table(say: Language) -> str:
     rows = []
     for family in FAMILIES:
         for name in family.architectures:
-            if name not in _WORDS["models"]:
+            if name not in WORDS["models"]:
                 raise ReadmeError(f"tools/readme_words.toml names no model of the architecture {name}")
             kinds = say(_attention_word(family)), say(_mlp_word(family))
             rows.append(
-                [f"`{name}`", _WORDS["models"][name], *kinds, say("used" if name in gguf else "unused")]
+                [f"`{name}`", WORDS["models"][name], *kinds, say("used" if name in gguf else "unused")]
             )
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _attention_word(family: Family) -> str:
@@ -149,7 +131,7 @@ def methods_table(say: Language) -> str:
             made = _scheme_cells(SCHEMES[method.scheme], say)
         text = say("needed" if method.needs_data else "optional")
         rows.append([f"`{name}`", *made, text, _sentence(say, f"does {name}")])
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _scheme_cells(scheme: Scheme, say: Language) -> list[str]:
@@ -190,7 +172,7 @@ def layouts_table(say: Language) -> str:
         tensors = ", ".join(f"`{suffix}` {' / '.join(types)}" for suffix, types in dtypes.items())
         readers = ", ".join(say(reader) for reader in layout.readers)
         rows.append([f"`{name}`", schemes, tensors, readers, _sentence(say, f"loaded {name}")])
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _held(layout: Layout, scheme: Scheme) -> tuple[OutputTensor, ...]:
@@ -212,7 +194,7 @@ def conversions_table(say: Language) -> str:
         [_form_words(row.form, say), *(say(f"converts {row.verdicts[name]}") for name in LAYOUTS)]
         for row in rows
     ]
-    return _table([say("weights as stored"), *(f"`{name}`" for name in LAYOUTS)], cells)
+    return table([say("weights as stored"), *(f"`{name}`" for name in LAYOUTS)], cells)
 
 
 def _form_words(form: str, say: Language) -> str:
@@ -231,14 +213,14 @@ def _region_words(granularity: Granularity, say: Language) -> str:
     return say(granularity.kind).format(size=size)
 
 
-def measured_table(say: Language, results: Path = RESULTS) -> str:
+def measured_table(say: Language, results: Path = MEASURED) -> str:
     """The figures of benchmarks/real_model.py and the conditions they were taken under."""
     if not results.is_file():
         return say("no_results") + "\n"
     try:
         record = json.loads(results.read_text(encoding="utf-8"))
         head = [say(w) for w in ("weights and casts", "perplexity", "rise", "KL (nats)", "same top-1")]
-        table = _table(head, [_measured_row(row) for row in record["rows"]])
+        rows = table(head, [_measured_row(row) for row in record["rows"]])
         conditions = say("conditions").format(
             model=record["model"],
             tokens=f"{record['tokens']:,}",
@@ -250,7 +232,7 @@ def measured_table(say: Language, results: Path = RESULTS) -> str:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ReadmeError(f"{results}: not what benchmarks/real_model.py writes ({error!r})") from error
-    return f"{table}\n{conditions}\n"
+    return f"{rows}\n{conditions}\n"
 
 
 def _measured_row(row: Mapping[str, Any]) -> list[str]:
@@ -268,20 +250,10 @@ def _measured_row(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def measured_moe(say: Language, folder: Path = RESULTS.parent) -> str:
+def measured_moe(say: Language, folder: Path = RESULTS) -> str:
     """A table for each file of results about mixtures of experts that is in the folder."""
-    parts = [_shown(say, folder / f"{name}.json", table) for name, table in _MOE_TABLES.items()]
+    parts = [shown(say, folder / f"{name}.json", table) for name, table in _MOE_TABLES.items()]
     return "\n".join(part for part in parts if part) or say("no_moe_results") + "\n"
-
-
-def _shown(say: Language, path: Path, part: Callable[[Language, Any], str]) -> str:
-    """What `part` makes of the file, nothing where there is none."""
-    if not path.is_file():
-        return ""
-    try:
-        return part(say, json.loads(path.read_text(encoding="utf-8")))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ReadmeError(f"{path}: not what makes it, see the top of this tool ({error!r})") from error
 
 
 def _r1_layer(say: Language, found: Any) -> str:
@@ -302,7 +274,7 @@ def _r1_layer(say: Language, found: Any) -> str:
         for run in runs
     ]
     ceilings = " / ".join(dict.fromkeys(str(run["max_memory"]) for run in runs))
-    return f"{say('r1_layer').format(ceiling=ceilings)}\n\n{_table(head, rows)}"
+    return f"{say('r1_layer').format(ceiling=ceilings)}\n\n{table(head, rows)}"
 
 
 def _layers(say: Language, found: Any) -> str:
@@ -320,7 +292,7 @@ def _layers(say: Language, found: Any) -> str:
                 f"{group['r_squared']:.4f}",
             ]
         )
-    return f"{say('layers')}\n\n{_table(head, rows)}"
+    return f"{say('layers')}\n\n{table(head, rows)}"
 
 
 def _expert_policies(say: Language, found: Any) -> str:
@@ -334,29 +306,29 @@ def _expert_policies(say: Language, found: Any) -> str:
         tokens=f"{found['tokens']:,}",
         seeds=len({row["seed"] for row in found["rows"]}),
     )
-    return f"{words}\n\n{_table([say(w) for w in ('policy', 'rise', 'range', 'KL (nats)')], rows)}"
+    return f"{words}\n\n{table([say(w) for w in ('policy', 'rise', 'range', 'KL (nats)')], rows)}"
 
 
 def _embedded_moe(say: Language, found: Any) -> str:
     head = [say(w) for w in ("original", "perplexity", "rise", "KL (nats)", "same top-1", "router agreement")]
     cells = [*_measured_row({"name": "", **found})[1:], f"{100 * found['router_agreement']:.2f} %"]
-    table = _table(head, [[f"{found['reference_perplexity']:.3f}", *cells]])
-    return f"{say('embedded_moe').format(tokens=format(found['tokens'], ','))}\n\n{table}"
+    rows = table(head, [[f"{found['reference_perplexity']:.3f}", *cells]])
+    return f"{say('embedded_moe').format(tokens=format(found['tokens'], ','))}\n\n{rows}"
 
 
-def firmware_story(say: Language, folder: Path = RESULTS.parent) -> str:
+def firmware_story(say: Language, folder: Path = RESULTS) -> str:
     """A model before and after a firmware, and calibrated again; benchmarks/firmware_story.py measures it."""
-    return _shown(say, folder / "firmware_story.json", _firmware_story) or say("no_firmware_story") + "\n"
+    return shown(say, folder / "firmware_story.json", _firmware_story) or say("no_firmware_story") + "\n"
 
 
-def chip_aware(say: Language, folder: Path = RESULTS.parent) -> str:
+def chip_aware(say: Language, folder: Path = RESULTS) -> str:
     """Calibrated for a chip's own arithmetic or not; benchmarks/chip_aware.py measures it."""
-    return _shown(say, folder / "chip_aware.json", _chip_aware) or say("no_chip_aware") + "\n"
+    return shown(say, folder / "chip_aware.json", _chip_aware) or say("no_chip_aware") + "\n"
 
 
-def gate(say: Language, folder: Path = RESULTS.parent) -> str:
+def gate(say: Language, folder: Path = RESULTS) -> str:
     """How often the gate of `regress` errs; benchmarks/gate_errors.py measures it."""
-    return _shown(say, folder / "gate_errors.json", _gate) or say("no_gate") + "\n"
+    return shown(say, folder / "gate_errors.json", _gate) or say("no_gate") + "\n"
 
 
 def _firmware_story(say: Language, found: Any) -> str:
@@ -380,7 +352,7 @@ def _firmware_story(say: Language, found: Any) -> str:
     share = found["recovered_fraction"]
     if share is not None:
         words += say("recovered").format(share=f"{100 * share:.0f} %")
-    return f"{words}\n\n{_table(head, rows)}{others}"
+    return f"{words}\n\n{table(head, rows)}{others}"
 
 
 def _other_stories(say: Language, stories: Sequence[Any]) -> str:
@@ -398,7 +370,7 @@ def _other_stories(say: Language, stories: Sequence[Any]) -> str:
         row = [changed, f"{found['tokens']:,}", f"`{found['verdict']}`", *shown]
         rows.append(row if again is not None else [*row, ""])
     served = any(found["conditions"] for found in stories)
-    return f"\n{say('other stories')}{say('served otherwise') if served else ''}\n\n{_table(head, rows)}"
+    return f"\n{say('other stories')}{say('served otherwise') if served else ''}\n\n{table(head, rows)}"
 
 
 def _chip_aware(say: Language, found: Any) -> str:
@@ -420,7 +392,7 @@ def _chip_aware(say: Language, found: Any) -> str:
                 f"{row['aware_kl']:.5f} ± {kl_error:.5f}",
             ]
         )
-    return f"{say('chip_aware').format(method=found['method'])}\n\n{_table(head, rows)}"
+    return f"{say('chip_aware').format(method=found['method'])}\n\n{table(head, rows)}"
 
 
 def _gate(say: Language, found: Any) -> str:
@@ -438,7 +410,7 @@ def _gate(say: Language, found: Any) -> str:
     needed = say("; ").join(f"{say(kind)} {tokens:,}" for kind, tokens in found["tokens_needed"].items())
     repetitions = sorted({row["repetitions"] for row in found["rows"]})
     words = say("gate").format(repetitions=" / ".join(map(str, repetitions)), needed=needed)
-    return f"{words}\n\n{_table(head, rows)}"
+    return f"{words}\n\n{table(head, rows)}"
 
 
 _MOE_TABLES: dict[str, Callable[[Language, Any], str]] = {
@@ -459,6 +431,9 @@ PARTS: dict[str, Callable[[Language], str]] = {
     "firmware-story": firmware_story,
     "chip-aware": chip_aware,
     "gate": gate,
+    "kv-cache": kv_cache,
+    "speed": speed,
+    "peers": peers,
 }
 
 

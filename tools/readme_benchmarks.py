@@ -1,0 +1,90 @@
+"""The parts of the README that set this program beside others, and the cache's schemes beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tools.readme_words import RESULTS, Language, shown, table
+
+
+def kv_cache(say: Language, folder: Path = RESULTS) -> str:
+    """What schemes of the key-value cache cost; benchmarks/kv_cache.py measures it."""
+    return shown(say, folder / "kv_cache.json", _kv_cache) or say("no_kv_cache") + "\n"
+
+
+def speed(say: Language, folder: Path = RESULTS) -> str:
+    """The engine beside others on a CPU; benchmarks/decode.py measures it."""
+    return shown(say, folder / "decode.json", _speed) or say("no_speed") + "\n"
+
+
+def peers(say: Language, folder: Path = RESULTS) -> str:
+    """Other quantizers on the same model and texts; benchmarks/peers/run.py measures it."""
+    return shown(say, folder / "peers.json", _peers) or say("no_peers") + "\n"
+
+
+def _kv_cache(say: Language, found: Any) -> str:
+    head = [say(w) for w in ("model", "scheme", "window", "tokens", "bits of a value", "rise")]
+    rows = [
+        [
+            row["model"],
+            f"`{row['scheme']}`",
+            f"{row['window']:,}",
+            f"{row['tokens']:,}",
+            f"{row['bits']:.2f}",
+            f"{100 * row['rise']:+.3f} % ± {100 * row['rise_standard_error']:.3f} %",
+        ]
+        for row in found["rows"]
+    ]
+    return f"{say('kv_cache_words')}\n\n{table(head, rows)}"
+
+
+_ENGINES = ("ours", "ours, head as stored", "llama.cpp", "transformers")
+
+
+def _speed(say: Language, found: Any) -> str:
+    words = say("speed_words").format(
+        threads=found["threads"], prompt=found["prompt_tokens"], new=found["new_tokens"]
+    )
+    head = [
+        say(w) for w in ("model", "engine", "prefill, tokens/s", "decode, tokens/s", "decode, ours over it")
+    ]
+    rows = []
+    for key, name in (("smollm2", "SmolLM2-135M-Instruct"), ("qwen_shaped", say("qwen shaped"))):
+        of = found[key]
+        decode, prefill = of["decode_tokens_per_second"], of["prefill_tokens_per_second"]
+        for engine in (one for one in _ENGINES if one in decode):
+            figures = (
+                f"{prefill[engine]:.0f}",
+                f"{decode[engine]:.1f}",
+                f"{decode['ours'] / decode[engine]:.2f}",
+            )
+            rows.append([name, say(engine), *figures])
+    return f"{words}\n\n{table(head, rows)}"
+
+
+def _peers(say: Language, found: Any) -> str:
+    names = list(found["texts"])
+    head = [say(w) for w in ("task", "tool", "method", "seconds", "peak memory")]
+    head += [f"{say('rise')}, {say(name)}" for name in names]
+    head += [f"KL, {say(name)}" for name in names]
+    rows = []
+    for row in found["rows"]:
+        start = [row["task"], row["tool"], f"`{row['method']}`"]
+        if "not_run" in row:
+            rows.append([*start, say("not run"), "", *[""] * (2 * len(names))])
+            continue
+        texts = [row["texts"][name] for name in names]
+        rows.append(
+            [
+                *start,
+                f"{row['seconds']:.0f}",
+                f"{row['peak_memory_bytes'] / 2**20:.0f} MiB",
+                *(f"{100 * text['rise']:+.1f} % ± {100 * text['rise_standard_error']:.1f}" for text in texts),
+                *(f"{text['kl_mean']:.4f}" for text in texts),
+            ]
+        )
+    words = say("peers_words").format(
+        tokens=f"{found['calibration_tokens']:,}", threads=found["machine"]["threads"]
+    )
+    return f"{words}\n\n{table(head, rows)}"
