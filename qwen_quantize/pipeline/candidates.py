@@ -110,7 +110,7 @@ def _method_for(scheme: str, method: Method) -> str:
         return method.name
     if scheme in METHODS:
         return scheme
-    return "gptq" if method.uses_second_moments else "rtn"
+    return "gptq" if method.needs_data or method.uses_second_moments else "rtn"
 
 
 def candidate_plan(
