@@ -54,10 +54,10 @@ def improve(
 def neighbours(grid: Grid, spec: TensorSpec) -> list[Grid]:
     """Grids around `grid`, this first: other scales as their format holds them, and zero points one off."""
     found = [grid]
-    if spec.scale_format is E8M0:
+    if spec.scale_format == E8M0:
         shares: tuple[float, ...] = (0.5, 2.0)
     else:
-        shares = _BLOCK_SHARES if spec.scale_format is E4M3FN else _SHARES
+        shares = _BLOCK_SHARES if spec.scale_format == E4M3FN else _SHARES
     for share in shares:
         scale = stored_scale(grid.scale * share, spec.scale_format)
         found.append(Grid(scale, grid.zero_point, grid.tensor_scale))

@@ -245,7 +245,10 @@ def _id_of(
 
 def _template(files: Mapping[str, bytes | Path], settings: Mapping[str, Any]) -> str | None:
     if "chat_template.jinja" in files:
-        return _bytes(files["chat_template.jinja"]).decode("utf-8", errors="strict")
+        try:
+            return _bytes(files["chat_template.jinja"]).decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"chat_template.jinja is no UTF-8: {error}") from error
     found = settings.get("chat_template")
     if isinstance(found, list):  # several with names: the one for chats is called so
         found = next(

@@ -122,7 +122,10 @@ def _with_experts_apart(folder: SafetensorsFolder) -> CheckpointSource:
 
 def _only_gguf(folder: Path) -> Path | None:
     """The one GGUF of a folder without safetensors, as this program writes them; None for any other folder."""
-    files = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    try:
+        files = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    except OSError as error:
+        raise UserError(f"{folder} cannot be listed: {error.strerror}") from error
     ggufs = [entry for entry in files if entry.suffix.lower() == ".gguf"]
     if len(ggufs) != 1 or any(".safetensors" in entry.name for entry in files):
         return None

@@ -147,7 +147,7 @@ class LinearReader:
         stored = self.describe(module)
         if stored.kind is not StoredKind.CHANNEL_FP8:
             raise ValueError(f"{module!r} is stored as {stored.kind}, which has no scales of rows")
-        codes = self.source.read_rows(stored.weight, 0, stored.shape[0]).view(torch.uint8)
+        codes = self._elements(stored, 0, stored.shape[0]).view(torch.uint8)
         return codes, self._by_row(str(stored.scale), 0, stored.shape[0]).contiguous()
 
     def sum_row_scale(self, stored: StoredLinear) -> Tensor:
@@ -159,10 +159,7 @@ class LinearReader:
         assert form is not None
         assert form.input_scale is not None
         assert stored.scale is not None
-        try:
-            scale = read_deq_scale(self.source.read(stored.scale))
-        except ValueError as error:
-            raise UserError(f"{self.source.path}: tensor {stored.scale!r}: {error}") from error
+        scale = self._deq_scale(stored.scale)
         of_input = quantize_values(
             self.source.read(form.input_scale).float(), form.scale_format, RNE_SATURATE
         )
@@ -173,6 +170,12 @@ class LinearReader:
                 )
         return scale / of_input
 
+    def _deq_scale(self, name: str) -> Tensor:
+        try:
+            return read_deq_scale(self.source.read(name))
+        except ValueError as error:
+            raise UserError(f"{self.source.path}: tensor {name!r}: {error}") from error
+
     def integer_bias(self, module: str) -> Tensor | None:
         """float32 [out]: the bias that an INT8_STATIC linear's kernel adds as integers; None for other kinds."""
         if not self.is_quantized(module):
@@ -182,7 +185,7 @@ class LinearReader:
             return None
         form = stored.activation
         assert form is not None
-        scale = read_deq_scale(self.source.read(str(stored.scale)))
+        scale = self._deq_scale(str(stored.scale))
         offset, sums = 0, torch.zeros(stored.shape[0], dtype=torch.int64)
         if form.input_zero_point is not None:
             offset = int(self.source.read(form.input_zero_point).float())
@@ -225,11 +228,16 @@ class LinearReader:
                     codes, scale, None, E4M3FN, Granularity.block(*stored.block), stored.shape
                 )
             case StoredKind.CHANNEL_FP8:
-                codes = self.source.read(stored.weight).view(torch.uint8)
+                codes = self._elements(stored, 0, rows).view(torch.uint8)
                 scale = self._by_row(str(stored.scale), 0, rows).contiguous()
                 return QuantizedTensor(codes, scale, None, E4M3FN, Granularity.channel(), stored.shape)
             case StoredKind.INT8 | StoredKind.INT4 | StoredKind.AWQ | StoredKind.GPTQ:
                 return self._quantized_integers(stored)
+            case StoredKind.INT8_STATIC:
+                raise UserError(
+                    f"{self.source.path}: {module!r} is W8A8, whose files hold the product of weight and input scales "
+                    "alone; no other layout can say that"
+                )
         codes, scale = self._grouped(stored, 0, rows)
         size = columns if stored.group_size is None else stored.group_size
         second = 1.0 if stored.tensor_scale is None else float(self._tensor_scale(stored.tensor_scale))

@@ -31,7 +31,7 @@ def dry_run_record(
         "free_bytes": free,
         "fits": free >= plan.disk_bytes,
         "seconds": estimate_seconds(plan, source, measure_rates(plan, target)),
-        "assumptions": [asdict(assumption) for assumption in plan.arithmetic.assumptions],
+        "assumptions": [asdict(assumption) for assumption in plan.assumptions],
         "notes": list(plan.notes),
         "groups": [asdict(group) for group in groups],
         "tensors": [

@@ -296,6 +296,6 @@ def plan_lines(plan: Plan) -> list[str]:
     lines += [f"note: {note}" for note in plan.notes]
     lines += [
         f"assumed: {assumption.field} = {assumption.assumed} ({assumption.why})"
-        for assumption in plan.arithmetic.assumptions
+        for assumption in plan.assumptions
     ]
     return lines

@@ -13,7 +13,7 @@ import torch
 from qwen_quantize.checkpoint.json_file import read_object
 from qwen_quantize.checkpoint.kv_side import read_kv_plan
 from qwen_quantize.checkpoint.source import open_source
-from qwen_quantize.chip_profiles.arithmetic import Arithmetic, assumable_for, resolve_arithmetic
+from qwen_quantize.chip_profiles.arithmetic import Arithmetic, resolve_arithmetic
 from qwen_quantize.chip_profiles.devices import resolve_device
 from qwen_quantize.chip_profiles.schema import ChipProfile
 from qwen_quantize.embedded import heldout_text_path
@@ -23,6 +23,7 @@ from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.formats.kv_scheme import KvKind, parse_kv_scheme
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
+from qwen_quantize.pipeline.choices import own_assumptions
 from qwen_quantize.pipeline.kv_cache import check_kv_plan, plan_kv_cache
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 from qwen_quantize.pipeline.run import check_token_ids, source_tokenizer
@@ -89,14 +90,16 @@ def resolve_chip(
     scheme = schemes[0] if schemes else SCHEMES["ue8m0"]
     device, why = question.device, "asked for"
     versions, assume = dict(question.versions), assumed_by(question, manifest)
-    with_claims, made_for = question.with_claims, None
+    with_claims = question.with_claims
+    made_for: list[str] = []
     if device is None and manifest is not None:
         chip, request = manifest["chip"], manifest["request"]
         asked = str(request.get("device", ""))
         is_file = asked.split("@")[0].endswith(".toml")
         device = asked.split("@")[0] if is_file else str(chip.get("name"))
         if not versions and not question.assume and not with_claims:
-            made_for = chip.get("fingerprint")
+            made_for = [str(chip["fingerprint"])] if chip.get("fingerprint") else []
+            made_for += _strings(chip.get("fingerprints")).values()
         versions = {**_strings(chip.get("versions")), **versions}
         with_claims = with_claims or request.get("with_claims") is True
         why = "from the model's manifest"
@@ -105,9 +108,9 @@ def resolve_chip(
     resolution = resolve_device(
         device, scheme, versions=versions, with_claims=with_claims, allow_unsupported=True
     )
-    arithmetic = resolve_arithmetic(resolution.profile, scheme, _own(scheme, assume, schemes))
+    arithmetic = resolve_arithmetic(resolution.profile, scheme, own_assumptions(scheme, assume, schemes))
     same = [replace(arithmetic, scheme=name) for name in SCHEMES if _is_of(name, scheme)]
-    if made_for is not None and made_for not in [like.fingerprint for like in same]:
+    if made_for and not any(like.fingerprint in made_for for like in same):
         why += "; its profile computes otherwise than when the model was made"
     return arithmetic, resolution.profile, why
 
@@ -118,12 +121,6 @@ def assumed_by(question: ChipQuestion, manifest: Mapping[str, Any] | None) -> di
         {} if manifest is None or question.device is not None else _strings(manifest["request"].get("assume"))
     )
     return {**own, **dict(question.assume)}
-
-
-def _own(scheme: Scheme, assume: Mapping[str, str], schemes: Sequence[Scheme] = ()) -> dict[str, str]:
-    """Without the assumptions on steps that only other `schemes` have; the rest is for `resolve_arithmetic`."""
-    others = {key for other in schemes if other != scheme for key in assumable_for(other)}
-    return {key: value for key, value in assume.items() if key in assumable_for(scheme) or key not in others}
 
 
 def _is_of(name: str, scheme: Scheme) -> bool:
@@ -172,7 +169,8 @@ def folder_chip(
         return FolderChip(arithmetic, profile, why, None)
     assume = assumed_by(question, manifest)
     arithmetics = {
-        scheme: resolve_arithmetic(profile, scheme, _own(scheme, assume, schemes)) for scheme in schemes
+        scheme: resolve_arithmetic(profile, scheme, own_assumptions(scheme, assume, schemes))
+        for scheme in schemes
     }
     return FolderChip(arithmetic, profile, why, FolderCompute(reader.source, arithmetics))
 

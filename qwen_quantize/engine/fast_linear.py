@@ -67,12 +67,15 @@ class Pool:
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self.library = library
+        self._process = os.getpid()
         self.handle = ctypes.c_void_p(library.qq_pool_new(threads))
         if not self.handle.value:
             raise MemoryError("no memory for the threads of the fast kernels")
 
     def __del__(self) -> None:
-        self.library.qq_pool_free(self.handle)
+        # A forked process has none of the threads, and would wait for them for ever.
+        if self.handle.value and os.getpid() == self._process:
+            self.library.qq_pool_free(self.handle)
 
     def __enter__(self) -> Pool:
         """Its turn: what the kernel does for one caller waits for another's."""

@@ -76,7 +76,7 @@ class FastReader(ModelReader):
         found = [self._read_codes(name) for name in names]
         ways = [self._computed_as(name, chip) for name in names]
         biases = [
-            self.read(name + ".bias") if self.blueprint.has_bias(site) else None
+            self._read_bias(name, self.blueprint.has_bias(site))
             for name, site in zip(names, sites, strict=True)
         ]
         whole = [codes for codes in found if codes is not None]

@@ -118,7 +118,9 @@ def choose_linears(
             )
         part = replace(selection, quantized={module: selection.quantized[module] for module in modules})
         fitted = fit_scheme(own, scheme, part, linears, dtype)
-        found[one] = LinearChoice(method, fitted.scheme, arithmetic, fitted.block, recipe.effort)
+        choice = LinearChoice(method, fitted.scheme, arithmetic, fitted.block, recipe.effort)
+        # Rules that come to the same make one choice, so that choices can be told apart by identity.
+        found[one] = next((other for other in found.values() if other == choice), choice)
         by_module |= dict.fromkeys(modules, found[one])
         notes |= dict.fromkeys(fitted.notes)
     by_module = {module: by_module[module] for module in selection.quantized}

@@ -61,6 +61,9 @@ def build_manifest(
             "why": plan.resolution.alias_explanation,
             "versions": dict(profile.versions),
             "fingerprint": arithmetic.fingerprint,
+            "fingerprints": {
+                choice.scheme.name: choice.arithmetic.fingerprint for choice in plan.distinct_choices
+            },
             "activation_cast": {
                 "rounding": cast.rounding.value,
                 "overflow": cast.overflow.value,
@@ -87,7 +90,7 @@ def build_manifest(
             "scale": plan.scheme.weight.scale_format.name,
         },
         "calibration": used,
-        "assumptions": [asdict(assumption) for assumption in arithmetic.assumptions],
+        "assumptions": [asdict(assumption) for assumption in plan.assumptions],
         "notes": notes,
         "tensors": {
             "quantized": actions.count("quantize"),

@@ -20,7 +20,7 @@ from qwen_quantize.checkpoint.planned_source import PlannedSource
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.checkpoint.writer import OutputTensor
-from qwen_quantize.chip_profiles.arithmetic import Arithmetic
+from qwen_quantize.chip_profiles.arithmetic import Arithmetic, Assumption
 from qwen_quantize.chip_profiles.devices import Resolution, resolve_device
 from qwen_quantize.chip_profiles.leaf import Absent
 from qwen_quantize.chip_profiles.legality import Legality
@@ -95,6 +95,12 @@ class Plan:
     def schemes(self) -> dict[str, Scheme]:
         """By module, of every quantized linear."""
         return {module: choice.scheme for module, choice in self.choices.items()}
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What was assumed of the chip for any of the choices, each once."""
+        found = [one for choice in self.distinct_choices for one in choice.arithmetic.assumptions]
+        return tuple(dict.fromkeys((*self.arithmetic.assumptions, *found)))
 
     @property
     def distinct_choices(self) -> tuple[LinearChoice, ...]:

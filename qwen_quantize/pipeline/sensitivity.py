@@ -41,7 +41,7 @@ class StreamPlace:
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
     """relative: of each linear under each candidate, error over output power. noise: what the linear adds to the
-    residual, by linear and candidate. tokens: that the layers have seen."""
+    residual, by linear and candidate."""
 
     relative: Mapping[str, Mapping[str, float]]
     noise: Mapping[str, Mapping[str, float]]

@@ -235,6 +235,19 @@ def test_a_broken_folder_is_refused_by_name(tmp_path: Path, how: str) -> None:
         LinearReader(open_source(write_folder(tmp_path, entries, tensors))).read("m")
 
 
+def test_what_is_no_scale_of_sums_is_refused_for_the_bias_too(tmp_path: Path) -> None:
+    tensors = static_tensors("m", 4, 32, 0, True, torch.zeros(4))
+    entries: dict[str, Any] = {"group_size": 0, **dict.fromkeys(tensors, "W8A8")}
+    linears = LinearReader(open_source(write_folder(tmp_path / "whole", entries, tensors)))
+    assert linears.integer_bias("m") is not None
+    with pytest.raises(UserError, match="no other layout"):
+        linears.read_quantized("m")
+    tensors["m.deq_scale"] += 1 << 40
+    broken = LinearReader(open_source(write_folder(tmp_path / "broken", entries, tensors)))
+    with pytest.raises(UserError, match=r"m\.deq_scale.*32 bits"):
+        broken.integer_bias("m")
+
+
 def test_shards_have_the_names_that_vllm_ascend_looks_for(tmp_path: Path) -> None:
     tensors = {f"m{number}.weight": int8(8, 32, seed=number) for number in range(3)}
     outputs = [OutputTensor(name, "I8", (8, 32)) for name in tensors]

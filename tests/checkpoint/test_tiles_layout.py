@@ -233,6 +233,20 @@ def test_a_model_becomes_tiles_and_is_read_back(kind: str, tmp_path: Path) -> No
     assert torch.equal(found, load_model(ModelReader(open_source(reference))).forward(tokens))
 
 
+@pytest.mark.parametrize("name", ["fp8", "w8a8"])
+def test_codes_of_tiles_come_in_the_order_of_rows(name: str, tmp_path: Path) -> None:
+    scheme = SCHEMES[name]
+    quantized = sample(scheme, 70, 64, seed=1)
+    tensors = ONTO.pack("m", quantized, scheme)
+    config = ONTO.quantization_config({"m": scheme}, [])
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    save_file(tensors, tmp_path / "model.safetensors")
+    linears = LinearReader(open_source(tmp_path))
+    assert torch.equal(linears.read_quantized("m").codes, quantized.codes)
+    if name == "fp8":
+        assert torch.equal(linears.read_row_codes("m")[0], quantized.codes)
+
+
 BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] = {
     "other tiles": (lambda c, _: c["tiles"].update(layout="ZZ"), "FRACTAL_NZ can be read"),
     "tiles of no size": (lambda c, _: c["tiles"].update(rows=0), "tile's size"),
