@@ -230,6 +230,11 @@ class LinearReader:
                 return QuantizedTensor(codes, scale, None, E4M3FN, Granularity.channel(), stored.shape)
             case StoredKind.INT8 | StoredKind.INT4 | StoredKind.AWQ | StoredKind.GPTQ:
                 return self._quantized_integers(stored)
+            case StoredKind.INT8_STATIC:
+                raise UserError(
+                    f"{self.source.path}: {module!r} holds the scales of its sums (deq_scale) and its bias in steps of "
+                    "them (quant_bias), from which the scales of its weights cannot be told bit by bit"
+                )
         codes, scale = self._grouped(stored, 0, rows)
         size = columns if stored.group_size is None else stored.group_size
         second = 1.0 if stored.tensor_scale is None else float(self._tensor_scale(stored.tensor_scale))
