@@ -235,8 +235,8 @@ class LinearReader:
                 return self._quantized_integers(stored)
             case StoredKind.INT8_STATIC:
                 raise UserError(
-                    f"{self.source.path}: {module!r} is W8A8, whose files hold the product of weight and input scales "
-                    "alone; no other layout can say that"
+                    f"{self.source.path}: {module!r} holds the scales of its sums (deq_scale) and its bias in steps of "
+                    "them (quant_bias), from which the scales of its weights cannot be told bit by bit"
                 )
         codes, scale = self._grouped(stored, 0, rows)
         size = columns if stored.group_size is None else stored.group_size

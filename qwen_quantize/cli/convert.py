@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qwen_quantize.checkpoint.source import open_source
+from qwen_quantize.cli.check import check_written
 from qwen_quantize.cli.console import Speaker, canonical_json
 from qwen_quantize.cli.quantize import check_output
 from qwen_quantize.cli.session import REPORT_NAME, peak_memory_bytes, use_threads
@@ -65,6 +66,7 @@ def run_convert(
         speaker.say(f"note: {notes[-1]}")
     try:
         manifest = conversion_manifest(conversion, converted, source, asked)
+        manifest["check"] = check_written(converted.folder.staging, speaker)
         converted.folder.add_file(MANIFEST_NAME, canonical_json(manifest))
         converted.folder.add_file(REPORT_NAME, render_page(manifest).encode())
         converted.folder.finish()
@@ -85,6 +87,7 @@ def run_convert(
             "linears": record["linears"],
             "requantized": record["requantized"],
             "largest_relative_squared_error": record["largest_relative_squared_error"],
+            "check": manifest["check"],
             "notes": notes,
             "output_path": str(output_path),
             "output_bytes": manifest["output_bytes"],

@@ -27,6 +27,7 @@ SOURCE = Path(__file__).with_name("decode_step.c")
 _OPTIONS = ("-ffp-contract=fast", "-Wno-psabi", "-lm")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")  # in the order of decode_step.c
 _POINTER, _I64, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_WIDEST_HEAD = 1024  # the step holds a head on its stack
 
 
 class _Threads(ctypes.Structure):
@@ -213,7 +214,7 @@ def decode_step(
     """The native step of a model; None without a compiler, and for families and linears that have none."""
     config = blueprint.config
     others = (config.latent, config.delta, config.moe, config.indexer)
-    if any(part is not None for part in others) or config.output_gate:
+    if any(part is not None for part in others) or config.output_gate or config.head_dim > _WIDEST_HEAD:
         return None
     inner = head.inner if isinstance(head, CappedGroup) else head
     streams = (Stream.ATTENTION_INPUT, Stream.ATTENTION_OUTPUT, Stream.MLP_INPUT, Stream.MLP_HIDDEN)

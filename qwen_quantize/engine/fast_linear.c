@@ -386,6 +386,8 @@ static float largest(const float *x, int64_t n) {
   return most;
 }
 
+#define TINY 1e-30f  // blocks below it count as zeros: no quotient overflows
+
 // As vLLM's kernels do it: times 127 / largest, to the nearest even, back with largest / 127. Two bytes reach 16256.
 static void cast_rows(void *context, int64_t begin, int64_t end) {
   const struct task *task = context;
@@ -400,7 +402,7 @@ static void cast_rows(void *context, int64_t begin, int64_t end) {
       int8_t *out = (int8_t *)task->codes + row * l->padded + block * BLOCK, *low = out + task->m * l->padded;
       const int64_t left = l->columns - block * BLOCK, n = left < BLOCK ? left : BLOCK;
       const float most = token ? whole : largest(x + block * BLOCK, n);
-      const float inverse = most > 0 ? target / most : 0;
+      const float inverse = most >= TINY ? target / most : 0;
       float values[BLOCK] = {0};
       int32_t codes[BLOCK], sum = 0;
       memcpy(values, x + block * BLOCK, sizeof(float) * (size_t)n);

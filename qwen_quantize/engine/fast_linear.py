@@ -27,6 +27,7 @@ SOURCE = Path(__file__).with_name("fast_linear.c")
 OPTIONS = ("-ffp-contract=fast", "-Wno-psabi")
 LANES = 16
 BLOCK = 32
+_TINY = 1e-30  # blocks below it count as zeros: no quotient overflows
 _MANY = 48  # inputs from which decoding a weight once, for torch's matrix product, is the quicker way
 
 
@@ -282,5 +283,5 @@ def cast_input(x: Tensor, given: Input) -> Tensor:
     most = blocks.abs().amax(dim=-1, keepdim=True)
     target = 16256.0 if given is Input.INT16_BLOCKS else 127.0
     # Tensor over tensor: a number over a tensor is a reciprocal times the number, and rounds twice.
-    inverse = torch.where(most == 0, 0.0, torch.full_like(most, target) / most)
+    inverse = torch.where(most < _TINY, 0.0, torch.full_like(most, target) / most)
     return ((blocks * inverse).round() * (most / target)).view(rows, -1)[:, :columns]

@@ -34,6 +34,7 @@ from qwen_quantize.formats.spec import Format
 from qwen_quantize.formats.tables import BF16, E4M3FN, E8M0, FP16, FP32
 from qwen_quantize.models.lookup import find_blueprint
 from qwen_quantize.pipeline.conversion_fit import Fit, Inputs, fit_linear, global_amax, static_amax
+from qwen_quantize.pipeline.kv_tensors import is_kv_scale, reads_kv_scales
 from qwen_quantize.pipeline.tensors import Action, TensorPlan, float_dtype, kept_dtype_in, module_of
 
 _SCALE_FORMATS: dict[str, Format] = {
@@ -147,6 +148,7 @@ def plan_conversion(
             fit = fit_codes(stored, layout, module, zero_points=zero_points)
         except UserError as error:
             reasons[module] = str(error)
+            _require_separate_bias(stored, module, error)
             continue
         schemes[module] = fit.scheme
         if not fit.keeps_inputs:
@@ -179,6 +181,17 @@ def plan_conversion(
         tensors=tensors,
         kept=kept,
     )
+
+
+def _require_separate_bias(stored: StoredCodes, module: str, why: UserError) -> None:
+    """UserError where a bias lies in the linear's own parts, so that quantizing its weight again would lose it."""
+    if isinstance(stored.source, GgufSource) or f"{module}.bias" in stored.source.names():
+        return
+    bias = stored.linears.integer_bias(module)
+    if bias is not None and bool(bias.any()):
+        raise UserError(
+            f"{why}; and quantizing it again would lose that bias, so begin from the original model"
+        )
 
 
 def fit_codes(stored: StoredCodes, layout: Layout, module: str, *, zero_points: bool) -> Fit:
@@ -273,7 +286,7 @@ def _tensors(
     by_tensor = {tensor: module for module, tensor in modules.items()}
     plans = []
     for name in source.names():
-        if name in companions:
+        if name in companions or (is_kv_scale(name) and not reads_kv_scales(layout)):
             continue
         if name in by_tensor:
             module = by_tensor[name]

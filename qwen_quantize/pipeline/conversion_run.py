@@ -6,14 +6,17 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import qwen_quantize
+from qwen_quantize.checkpoint.compressed_tensors import CompressedTensorsLayout
 from qwen_quantize.checkpoint.gguf_layout import GgufLayout
 from qwen_quantize.checkpoint.json_file import read_object
+from qwen_quantize.checkpoint.kv_side import KV_FILE, compressed_kv_scheme, engine_scales, read_kv_plan
 from qwen_quantize.checkpoint.layouts import LAYOUTS
 from qwen_quantize.checkpoint.shards import ShardPlan, plan_shards
 from qwen_quantize.checkpoint.source import CheckpointSource, open_source
@@ -24,6 +27,7 @@ from qwen_quantize.formats.activation_form import ActivationForm
 from qwen_quantize.models.lookup import architecture_of
 from qwen_quantize.pipeline.conversion import Conversion, StoredCodes, fit_codes, requantize_linear
 from qwen_quantize.pipeline.journal import Journal
+from qwen_quantize.pipeline.kv_tensors import is_kv_scale
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 from qwen_quantize.pipeline.output_files import gguf_file, is_reordered, write_in_order
 from qwen_quantize.pipeline.recipe import Output
@@ -75,6 +79,9 @@ def convert(
         folder.add_file("config.json", _config(conversion, source))
         for name, content in source.side_files().items():
             folder.add_file(name, content)
+        cache = _folder_of(source) / KV_FILE
+        if cache.is_file():  # what it says of keys and values is the same in every layout
+            folder.add_file(KV_FILE, cache)
         for name, described in conversion.layout.side_files(conversion.schemes, conversion.outputs).items():
             folder.add_file(name, described)
         folder.sync()
@@ -158,8 +165,28 @@ def _config(conversion: Conversion, source: CheckpointSource) -> bytes:
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     described = conversion.layout.quantization_config(conversion.schemes, conversion.kept)
     if described:
+        kv_scheme = _kv_scheme(conversion, source)
+        if kv_scheme is not None:
+            described["kv_cache_scheme"] = kv_scheme
         config["quantization_config"] = described
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _kv_scheme(conversion: Conversion, source: CheckpointSource) -> Mapping[str, Any] | None:
+    """`kv_cache_scheme` where scales of keys and values come along: the source's own, or of the file beside it."""
+    if not isinstance(conversion.layout, CompressedTensorsLayout) or not any(
+        is_kv_scale(output.name) for output in conversion.outputs
+    ):
+        return None
+    own = source.config.get("quantization_config")
+    if isinstance(own, Mapping) and isinstance(own.get("kv_cache_scheme"), Mapping):
+        return dict(own["kv_cache_scheme"])
+    plan = read_kv_plan(_folder_of(source))
+    return None if plan is None or not engine_scales(plan.scheme) else compressed_kv_scheme(plan.scheme)
+
+
+def _folder_of(source: CheckpointSource) -> Path:
+    return source.path if source.path.is_dir() else source.path.parent
 
 
 def _verify(
@@ -202,13 +229,13 @@ def conversion_manifest(
     conversion: Conversion, converted: Converted, source: CheckpointSource, request: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The source's own manifest where it has one, with the new layout and what the conversion did to each linear."""
-    place = source.path if source.path.is_dir() else source.path.parent
-    own = place / MANIFEST_NAME
+    own = _folder_of(source) / MANIFEST_NAME
     data = own.read_bytes() if own.is_file() else None
     manifest: dict[str, Any] = (
         read_object(own, _MANIFEST_BYTES) if data is not None else _bare(conversion, source)
     )
     path = source.path.resolve()
+    manifest.pop("check", None)  # it was of the source's files
     return manifest | {
         "layout": conversion.layout.name,
         "output_bytes": sum(output.nbytes for output in conversion.outputs),

@@ -62,7 +62,7 @@ def _expected(scheme: KvScheme, blueprint: Blueprint) -> tuple[str, ...]:
 
 def _outputs(scheme: KvScheme, blueprint: Blueprint, layout: Layout) -> tuple[OutputTensor, ...]:
     """`self_attn.k_scale` and `v_scale` of each layer, in the layouts whose readers look for them."""
-    if not engine_scales(scheme) or not isinstance(layout, BlockLayout | CompressedTensorsLayout):
+    if not engine_scales(scheme) or not reads_kv_scales(layout):
         return ()
     config = blueprint.config
     if config.latent is not None:
@@ -74,6 +74,16 @@ def _outputs(scheme: KvScheme, blueprint: Blueprint, layout: Layout) -> tuple[Ou
         if not config.is_delta(layer)
         for name in scale_names(blueprint, layer)
     )
+
+
+def reads_kv_scales(layout: Layout) -> bool:
+    """Whether the layout's engines look for scales of keys and values among its tensors."""
+    return isinstance(layout, BlockLayout | CompressedTensorsLayout)
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor is called as vLLM and SGLang call the scale of a layer's keys or values."""
+    return name.endswith((".self_attn.k_scale", ".self_attn.v_scale"))
 
 
 def scale_names(blueprint: Blueprint, layer: int) -> tuple[str, str]:

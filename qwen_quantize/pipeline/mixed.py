@@ -110,7 +110,15 @@ def weigh_request(recipe: Recipe, request: MixedRequest, source: CheckpointSourc
     fitting: dict[str, frozenset[str]] = {}
     for one in candidates:
         if one.scheme is not None:
-            plans[one.name], first = candidate_plan(recipe, source, one, units, base)
+            try:
+                plans[one.name], first = candidate_plan(recipe, source, one, units, base)
+            except UserError as error:
+                if request.candidates:
+                    raise
+                raise UserError(
+                    f"{flag} would also choose {one.name}, which cannot be: {error}; name what to choose from with "
+                    "--candidates"
+                ) from error
             fitting[one.name] = frozenset(m for unit in units if unit[0] in first for m in unit)
     named = {one.name: with_own_group(one, plans.get(one.name), units, fitting) for one in candidates}
     bits = _bits(source, base, plans, fitting, units, KEPT in named)

@@ -139,6 +139,7 @@ def test_fewest_bits_under_a_loss(dense: Path, text: list[str], tmp_path: Path) 
         (["--target-bits", "5", "--candidates", "mxfp4,16"], "cannot run mxfp4"),
         (["--target-bits", "5", "--quant-method", "ue8m0"], "name what to choose from"),
         (["--target-bits", "6", "--layout", "awq"], "layout awq"),
+        (["--target-bits", "6", "--layout", "gguf"], "name what to choose from with --candidates"),
         (["--max-loss", "0.00001%", "--candidates", "w4a16:32,w4a16:64"], "allow that much"),
     ],
 )  # fmt: skip
