@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import Result
 
 from qwen_quantize.checkpoint.source import open_source
@@ -77,3 +78,39 @@ def test_a_stated_loss(quantized: Path, tmp_path: Path, run: Run) -> None:
     stated = json.loads((out / "qwen_quantize.json").read_text())["conversion"]["relative_squared_errors"]
     assert max(stated.values()) == record["largest_relative_squared_error"]
     assert len(stated) == 21
+
+
+def test_a_cache_comes_along(model: Path, dataset: Path, tmp_path: Path, run: Run) -> None:
+    out, other, back = tmp_path / "out", tmp_path / "other", tmp_path / "back"
+    done = run(
+        "--model-path", model, "--output-path", out, "--device", "cpu", "--quant-method", "rtn", "--group-size", 32,
+        "--kv-cache", "fp8", "--calibration-dataset", dataset, "--calibration-samples", 2, "--calibration-length", 64,
+        "--no-validate", "--json",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    for source, layout, target in ((out, "ascend", other), (out, "compressed-tensors", back)):
+        said = json.loads(run("--from", source, "--layout", layout, "--output-path", target, "--json").stdout)
+        assert said["check"]["errors"] == 0
+        assert said["check"]["layout"] == layout
+        manifest = json.loads((target / "qwen_quantize.json").read_text())
+        assert manifest["check"] == said["check"]
+        cache = "kv_cache.qwen_quantize"
+        assert (target / cache).read_bytes() == (out / cache).read_bytes()
+    assert not any(name.endswith("k_scale") for name in load_file(other / "quant_model_weights.safetensors"))
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (out, back)]
+    assert configs[0]["quantization_config"]["kv_cache_scheme"] is not None
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
+def test_static_sums_have_no_exact_form(model: Path, dataset: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    run(
+        "--model-path", model, "--output-path", out, "--device", "ascend-910b", "--quant-method", "w8a8",
+        "--scheme", "w8a8_static", "--layout", "ascend", "--calibration-dataset", dataset,
+        "--calibration-samples", 2, "--calibration-length", 64, "--no-validate", "--json",
+    )  # fmt: skip
+    options = ("--from", out, "--layout", "compressed-tensors", "--output-path", tmp_path / "new")
+    refused = run(*options)
+    assert refused.exit_code == 2
+    assert "deq_scale" in refused.stderr
+    assert not (tmp_path / "new").exists()
