@@ -22,6 +22,7 @@ from qwen_quantize.checkpoint.linear_parts import StoredKind
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.checkpoint.tensor_info import DTYPES
+from qwen_quantize.checkpoint.tiles_layout import TilesLayout
 from qwen_quantize.checkpoint.writer import OutputTensor
 from qwen_quantize.engine.compute import scheme_of_form
 from qwen_quantize.errors import UserError
@@ -214,7 +215,12 @@ def requantize_linear(stored: StoredCodes, module: str, scheme: Scheme) -> tuple
 def _layout(name: str, source: CheckpointSource) -> Layout:
     if name not in LAYOUTS:
         raise UserError(f"--layout {name!r} is not one of the layouts: {', '.join(LAYOUTS)}")
-    return LAYOUTS[name].fitted(Destination(source.config, float_dtype(source), "a conversion", None))
+    layout = LAYOUTS[name]
+    if isinstance(layout, TilesLayout):
+        raise UserError(
+            f"--layout {name} has the tiles of one chip, and a conversion knows none; quantize with --device instead"
+        )
+    return layout.fitted(Destination(source.config, float_dtype(source), "any chip", None))
 
 
 def _any_zero_points(stored: StoredCodes, modules: Mapping[str, str]) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from qwen_quantize.checkpoint.compressed_config import CompressedTensors
 from qwen_quantize.checkpoint.layouts import LAYOUTS, BlockFp8Config, Layout, parse_quantization
+from qwen_quantize.checkpoint.tiles_layout import TilesLayout
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.blocks import QuantizedTensor
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
@@ -37,7 +38,14 @@ class ConversionRow:
 def exact_conversions() -> tuple[ConversionRow, ...]:
     """A row for each form of weights, found by packing a linear of that form into every layout."""
     return tuple(
-        ConversionRow(form, {name: _verdict(layout, scheme) for name, layout in LAYOUTS.items()})
+        ConversionRow(
+            form,
+            {
+                # Tiles are those of one chip, and a conversion knows none.
+                name: "no" if isinstance(layout, TilesLayout) else _verdict(layout, scheme)
+                for name, layout in LAYOUTS.items()
+            },
+        )
         for form, scheme in _forms().items()
     )
 

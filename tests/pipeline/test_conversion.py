@@ -303,4 +303,5 @@ def test_the_table_of_exact_conversions_is_what_conversions_do() -> None:
     assert rows["ue8m0"][CT] == "input scales"
     assert rows["block FP8, float32 scales"][CT] == "exact"
     assert rows["w8a8"]["gptq"] == "fitting weights"
+    assert {verdicts["tiles"] for verdicts in rows.values()} == {"no"}
     assert all(any(verdict == "exact" for verdict in verdicts.values()) for verdicts in rows.values())
