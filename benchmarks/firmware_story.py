@@ -1,6 +1,6 @@
 """Three firmware updates that change a chip's arithmetic: noticed, measured, and made up for as far as can be.
 
-    python benchmarks/firmware_story.py [--json] [--cache build/real-model] [--tokens 20480] [--narrow-tokens 6144]
+    python benchmarks/firmware_story.py [--json] [--cache build/real-model] [--tokens 20480] [--narrow-tokens 6144] [--stories rtz,narrow]
 
 SmolLM2-135M-Instruct is calibrated for `example@1.2`, whose casts round to nearest and saturate and whose sums are
 float32. `regress` is asked three times what a new firmware changes, and calibrates again where it hurts:
@@ -143,6 +143,9 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "real-model")
     parser.add_argument("--tokens", type=int, default=20480)
     parser.add_argument("--narrow-tokens", type=int, default=6144, help="of the story with narrow sums")
+    parser.add_argument(
+        "--stories", default=",".join(story.name for story in STORIES), help="comma separated"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not (options.cache / MODEL).is_file():
@@ -154,7 +157,7 @@ def main() -> None:
     if options.results.is_file():
         told = json.loads(options.results.read_text())["stories"]
     with tempfile.TemporaryDirectory() as work:
-        for story in STORIES:
+        for story in (one for one in STORIES if one.name in options.stories.split(",")):
             tokens = options.narrow_tokens if story.name == "narrow" else options.tokens
             if any(old["story"] == story.name and old["asked_tokens"] == tokens for old in told):
                 continue
