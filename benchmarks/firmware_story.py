@@ -1,6 +1,6 @@
 """Three firmware updates that change a chip's arithmetic: noticed, measured, and made up for as far as can be.
 
-    python benchmarks/firmware_story.py [--json] [--cache F] [--tokens N] [--narrow-tokens N] [--stories rtz,narrow,overflow]
+    python benchmarks/firmware_story.py [--json] [--cache F] [--tokens N] [--narrow-tokens N] [--stories rtz,narrow]
 
 SmolLM2-135M-Instruct is calibrated for `example@1.2`, whose casts round to nearest and saturate and whose sums are
 float32. `regress` is asked three times what a new firmware changes, and calibrates again where it hurts:
