@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from qwen_quantize.checkpoint.contract_folder import ModelFolder, shown_json
 from qwen_quantize.checkpoint.contract_linear import LayoutCheck
 from qwen_quantize.checkpoint.finding import Finding, warning
+from qwen_quantize.checkpoint.mx_oss_layout import stack_of
 
 MANIFEST = "qwen_quantize.json"
 _MAX_BYTES = 512_000_000  # a record per linear, of which a big model has 50,000
@@ -44,7 +45,10 @@ def check_manifest(folder: ModelFolder, layout: str, check: LayoutCheck) -> list
             )
         )
     named = _linears(manifest)
-    lost = next((module for module in named if module not in check.linears), None)
+    lost = next(
+        (module for module in named if not {module, stack_of(module)} & check.linears.keys()),
+        None,
+    )
     if lost is not None and check.linears:
         found.append(
             Finding(

@@ -18,7 +18,6 @@ from qwen_quantize.checkpoint.gguf_layout import GgufLayout
 from qwen_quantize.checkpoint.json_file import read_object
 from qwen_quantize.checkpoint.kv_side import KV_FILE, compressed_kv_scheme, engine_scales, read_kv_plan
 from qwen_quantize.checkpoint.layouts import LAYOUTS
-from qwen_quantize.checkpoint.shards import ShardPlan, plan_shards
 from qwen_quantize.checkpoint.source import CheckpointSource, open_source
 from qwen_quantize.checkpoint.tensor_info import DTYPES
 from qwen_quantize.checkpoint.writer import OutputFolder, require_free_space
@@ -29,7 +28,13 @@ from qwen_quantize.pipeline.conversion import Conversion, StoredCodes, fit_codes
 from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.kv_tensors import is_kv_scale
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
-from qwen_quantize.pipeline.output_files import gguf_file, is_reordered, write_in_order
+from qwen_quantize.pipeline.output_files import (
+    OutputFiles,
+    gguf_file,
+    is_reordered,
+    safetensors_files,
+    write_in_order,
+)
 from qwen_quantize.pipeline.recipe import Output
 from qwen_quantize.pipeline.tensors import Action
 
@@ -67,8 +72,8 @@ def convert(
     """Write all into the staging folder and read it back; a UserError leaves nothing behind unless resumable."""
     files = _files(conversion, source)
     if not output.resume:
-        require_free_space(output.path.parent, sum(file.nbytes for file in files))
-    folder = OutputFolder(output.path, files, resume=output.resume, overwrite=output.overwrite)
+        require_free_space(output.path.parent, sum(file.nbytes for file in files.shards))
+    folder = files.open(output.path, resume=output.resume, overwrite=output.overwrite)
     try:
         journal = Journal(
             folder.staging / "journal.jsonl",
@@ -102,11 +107,12 @@ def convert(
     return Converted(folder, losses, changed)
 
 
-def _files(conversion: Conversion, source: CheckpointSource) -> tuple[ShardPlan, ...]:
+def _files(conversion: Conversion, source: CheckpointSource) -> OutputFiles:
     layout = conversion.layout
     if isinstance(layout, GgufLayout):
-        return (gguf_file(layout, conversion.tensors, conversion.schemes, conversion.shapes, source),)
-    return plan_shards(conversion.outputs, stem=layout.weights_stem)
+        file = gguf_file(layout, conversion.tensors, conversion.schemes, conversion.shapes, source)
+        return OutputFiles((file,), {})
+    return safetensors_files(layout, conversion.outputs)
 
 
 def _write(

@@ -18,7 +18,7 @@ from qwen_quantize.formats.tables import FP32
 from qwen_quantize.pipeline.conversion_fit import Inputs, fit_linear
 
 _SHAPE = (256, 256)
-_MODULE = "model.layers.0.mlp.up_proj"
+_MODULE = "model.layers.0.mlp.experts.0.up_proj"  # mx-oss holds experts alone
 _FITTING, _UNFIT = 0.25, 1 / 3  # a scale that every format holds, and one that only float32 does
 
 
