@@ -122,6 +122,7 @@ def check_folder(path: Path, served: Served | None = None) -> CheckReport:
         *codes,
         *check_side_files(folder, str(settings.get("quant_method") or "")),
         *check_manifest(folder, layout, check),
+        *_changed_codes(path, path, served),
     ]
     if served.shards > 1:
         findings += [
@@ -171,6 +172,7 @@ def _check_gguf(file: Path, served: Served) -> CheckReport:
     from qwen_quantize.checkpoint.contract_gguf import check_gguf  # its package takes time to import
 
     findings, tensors, weights = check_gguf(file, served.weights_limit)
+    findings += _changed_codes(file.parent, file, served)
     engines = _engines("gguf", served)
     for engine in engines:
         findings += _softened(
@@ -185,6 +187,17 @@ def _check_gguf(file: Path, served: Served) -> CheckReport:
         weights.get("there", 0),
         weights.get("read", 0),
     )
+
+
+def _changed_codes(folder: Path, weights: Path, served: Served) -> list[Finding]:
+    """Only where all weights are asked for, since it reads and unpacks each of them."""
+    if served.weights_limit is not None:
+        return []
+    from qwen_quantize.checkpoint.contract_codes import (
+        check_codes,  # it opens GGUFs too, whose package takes time
+    )
+
+    return check_codes(folder, weights)
 
 
 def _settings(folder: ModelFolder) -> Mapping[str, Any]:
