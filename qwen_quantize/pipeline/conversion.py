@@ -319,7 +319,9 @@ def _tensors(
     by_tensor = {tensor: module for module, tensor in modules.items()}
     plans = []
     for name in source.names():
-        own = name in companions and not is_channel_scale(name)  # those stand beside a weight, but say nothing of it
+        own = name in companions and not is_channel_scale(
+            name
+        )  # of the cache, though it stands beside a weight
         if own or _is_dropped_scale(name, layout):
             continue
         if name in by_tensor:
