@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
+from qwen_quantize.checkpoint.contract import check_folder
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.cli.main import app
@@ -130,3 +131,24 @@ def test_conversion_both_ways(experts: Path, tmp_path: Path, run: Run) -> None:
         assert record["linears"] == 24
         assert record["check"]["findings"] == []
     assert hashes(oss)["model.safetensors"] == hashes(back)["model.safetensors"]
+
+
+def test_experts_that_the_config_counts_and_no_stack_holds_are_found(
+    experts: Path, tmp_path: Path, run: Run
+) -> None:
+    out = tmp_path / "out"
+    assert run(*asked(experts, out, "--quant-method", "rtn", "-q")).exit_code == 0
+    assert check_folder(out).findings == ()
+    good = load_file(out / "model.safetensors")
+
+    def rules(**changed: torch.Tensor | None) -> set[tuple[str, str]]:
+        named = {f"{BASE}.{name}": tensor for name, tensor in changed.items()}
+        kept = {name: tensor for name, tensor in {**good, **named}.items() if tensor is not None}
+        save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+        return {(one.rule, one.tensor.rpartition(".")[2]) for one in check_folder(out).findings}
+
+    blocks, scales = good[f"{BASE}.down_proj_blocks"], good[f"{BASE}.down_proj_scales"]
+    few = rules(down_proj_blocks=blocks[:3].clone(), down_proj_scales=scales[:3].clone())
+    assert ("tensor-shape", "down_proj_blocks") in few
+    gone = rules(down_proj_blocks=None, down_proj_scales=None)
+    assert ("expert-missing", "down_proj_blocks") in gone
