@@ -28,6 +28,7 @@ from qwen_quantize.calibrators.methods import METHODS
 from qwen_quantize.checkpoint.gguf_config import ARCHITECTURES
 from qwen_quantize.checkpoint.gguf_layout import GROUP, GgufLayout
 from qwen_quantize.checkpoint.layouts import LAYOUTS, Layout
+from qwen_quantize.checkpoint.mx_oss_layout import MxOssLayout, stack_experts
 from qwen_quantize.checkpoint.shards import OutputTensor
 from qwen_quantize.chip_profiles.leaf import Absent
 from qwen_quantize.chip_profiles.legality import check
@@ -179,9 +180,14 @@ def _held(layout: Layout, scheme: Scheme) -> tuple[OutputTensor, ...]:
     """The tensors of a linear "m" of the scheme, () where the layout has no place for it."""
     if isinstance(layout, GgufLayout) and scheme.name in ("w4a16", "w8a16"):
         scheme = scheme.with_group(GROUP)  # as a plan for this layout has it
-    if isinstance(layout, GgufLayout) and scheme.name == "mxfp4":
+    if isinstance(layout, GgufLayout | MxOssLayout) and scheme.name == "mxfp4":
         scheme = replace(scheme, activation=None, dynamic=False)
     try:
+        if isinstance(layout, MxOssLayout):
+            experts = (f"m.experts.0.{part}_proj" for part in ("gate", "up", "down"))
+            return stack_experts([it for name in experts for it in layout.outputs(name, (256, 256), scheme)])[
+                0
+            ]
         return layout.outputs("m", (256, 256), scheme)
     except UserError:
         return ()

@@ -20,6 +20,8 @@ DESCRIPTION_FILE = "quant_model_description.json"
 WEIGHTS_STEM = "quant_model_weights"
 MAX_DESCRIPTION_BYTES = 64_000_000  # a model of 200,000 tensors has one of some 20 MB
 FLOAT = "FLOAT"
+KV_TYPE = "C8"  # of the scales of an int8 key-value cache, and what the whole model then says of its cache
+KV_TYPE_KEYS = ("kv_cache_type", "kv_quant_type")
 
 _VERSION = "1.0.0"  # of the format; the one that msModelSlim writes
 _LARGEST_GROUP = 1 << 20
@@ -77,7 +79,7 @@ def model_format(config: Mapping[str, Any]) -> FloatFormat:
 
 def description_bytes(types: Mapping[str, str], group_size: int, extra: Mapping[str, str]) -> bytes:
     """The file: settings first, then every tensor. extra: further settings, such as `kv_cache_type`."""
-    ranked = max(types.values(), key=TYPES.index, default=FLOAT)
+    ranked = max((kind for kind in types.values() if kind != KV_TYPE), key=TYPES.index, default=FLOAT)
     settings: dict[str, object] = {
         "model_quant_type": ranked,
         "version": _VERSION,

@@ -17,6 +17,8 @@ from torch import Tensor
 from qwen_quantize.checkpoint.ascend_description import (
     DESCRIPTION_FILE,
     FLOAT,
+    KV_TYPE,
+    KV_TYPE_KEYS,
     WEIGHTS_STEM,
     description_bytes,
     entries,
@@ -212,13 +214,16 @@ class AscendLayout:
             grid = scheme.weight.granularity
             if grid.kind is GranularityKind.GROUP:
                 sizes.add(grid.cols)
+        cached = [name for name in shapes if name.endswith((".kv_cache_scale", ".kv_cache_offset"))]
+        types |= dict.fromkeys(cached, KV_TYPE)
+        extra = dict.fromkeys(KV_TYPE_KEYS, KV_TYPE) if cached else {}
         if len(sizes) > 1:
             raise UserError(
                 f"layout {self.name} states one group size for the whole model, and the linears have "
                 f"{' and '.join(map(str, sorted(sizes)))}; choose one --group-size"
             )
         group_size = sizes.pop() if sizes else 0
-        return {DESCRIPTION_FILE: description_bytes(entries(shapes, types), group_size, {})}
+        return {DESCRIPTION_FILE: description_bytes(entries(shapes, types), group_size, extra)}
 
     def notes(self, schemes: Mapping[str, Scheme]) -> tuple[str, ...]:
         found = []

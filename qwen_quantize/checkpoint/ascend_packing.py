@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwen_quantize.checkpoint.ascend_description import KV_TYPE, KV_TYPE_KEYS
 from qwen_quantize.formats.packing import pack_row_pairs, signed_nibbles, unpack_row_pairs
 
 # Row-parallel linears: their columns are split over up to 16 devices, each of which adds its share.
@@ -78,4 +79,4 @@ def kv_cache_tensors(
         stem = f"{attention}.{projection}.kv_cache"
         tensors[f"{stem}_scale"] = scale.to(torch.float32)
         tensors[f"{stem}_offset"] = torch.zeros_like(tensors[f"{stem}_scale"])
-    return tensors, dict.fromkeys(tensors, "C8"), {"kv_cache_type": "C8", "kv_quant_type": "C8"}
+    return tensors, dict.fromkeys(tensors, KV_TYPE), dict.fromkeys(KV_TYPE_KEYS, KV_TYPE)

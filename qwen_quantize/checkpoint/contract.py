@@ -22,7 +22,7 @@ from qwen_quantize.checkpoint.contract_ignored import check_ignored
 from qwen_quantize.checkpoint.contract_linear import PLAIN, LayoutCheck
 from qwen_quantize.checkpoint.contract_manifest import check_manifest
 from qwen_quantize.checkpoint.contract_model import check_model, view_model
-from qwen_quantize.checkpoint.contract_mx_oss import check_mx_oss
+from qwen_quantize.checkpoint.contract_mx_oss import OTHER_FAMILY, check_mx_oss
 from qwen_quantize.checkpoint.contract_parallel import check_heads, check_shards
 from qwen_quantize.checkpoint.contract_plain import check_hif8, check_plain, check_tiles
 from qwen_quantize.checkpoint.contract_support import check_support
@@ -46,7 +46,6 @@ _AUTO_ROUND = {"auto_round:auto_awq": "awq", "auto_round:awq": "awq"}
 # Readers of layouts that this program may not write itself.
 _READERS: dict[str, tuple[str, ...]] = {
     "ascend": ("vllm-ascend",),
-    "mx-oss": ("vllm", "sglang", "transformers"),
     "gguf": ("llama.cpp",),
 }
 
@@ -123,13 +122,17 @@ def check_folder(path: Path, served: Served | None = None) -> CheckReport:
         *codes,
         *check_side_files(folder, str(settings.get("quant_method") or "")),
         *check_manifest(folder, layout, check),
+        *_changed_codes(path, path, served),
     ]
     if served.shards > 1:
         findings += [
             *check_heads(folder.config, served.shards),
             *check_shards(check.linears, folder.config, served.shards),
         ]
-    engines = _engines(layout, served)
+    ours = any(
+        linear.kind == OTHER_FAMILY for linear in check.linears.values()
+    )  # no engine's, as its plan said
+    engines = () if ours and served.engine is None else _engines(layout, served)
     for engine in engines:
         findings += _softened(
             check_support(engine, layout, check.linears, served.chip, served.family),
@@ -169,6 +172,7 @@ def _check_gguf(file: Path, served: Served) -> CheckReport:
     from qwen_quantize.checkpoint.contract_gguf import check_gguf  # its package takes time to import
 
     findings, tensors, weights = check_gguf(file, served.weights_limit)
+    findings += _changed_codes(file.parent, file, served)
     engines = _engines("gguf", served)
     for engine in engines:
         findings += _softened(
@@ -183,6 +187,17 @@ def _check_gguf(file: Path, served: Served) -> CheckReport:
         weights.get("there", 0),
         weights.get("read", 0),
     )
+
+
+def _changed_codes(folder: Path, weights: Path, served: Served) -> list[Finding]:
+    """Only where all weights are asked for, since it reads and unpacks each of them."""
+    if served.weights_limit is not None:
+        return []
+    from qwen_quantize.checkpoint.contract_codes import (
+        check_codes,  # it opens GGUFs too, whose package takes time
+    )
+
+    return check_codes(folder, weights)
 
 
 def _settings(folder: ModelFolder) -> Mapping[str, Any]:

@@ -255,5 +255,7 @@ def _check_scales(parts: ModuleParts, group: WeightGroup, form: Form, grid: _Gri
         return
     if dtypes == ("U8",):
         parts.exponents("weight_scale")
-    else:
-        parts.positive("weight_scale", signed=group.kind == "int")
+        return
+    values = parts.positive("weight_scale", signed=group.kind == "int")
+    if values is not None and group.strategy == "tensor":
+        parts.scales.append(("weight_scale", float(values.reshape(()))))

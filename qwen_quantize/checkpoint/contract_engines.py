@@ -81,7 +81,8 @@ _GPUS = (
 
 # What no engine reads: our own intermediate forms.
 REFUSED_BY_ALL = {
-    "tiles": "no engine reads a chip's tiles from a file; vllm-ascend tiles row-major weights when it loads"
+    "tiles": "no engine reads a chip's tiles from a file; vllm-ascend tiles row-major weights when it loads",
+    "mx-oss-other": "experts in this form are loaded for gpt-oss alone, and this is another model",
 }
 
 ENGINES: dict[str, Engine] = {

@@ -269,7 +269,8 @@ def check_tensor_scales(check: LayoutCheck) -> list[Finding]:
             first, other = seen.setdefault((product, suffix), (module, value))
             if value == other:
                 continue
-            of_weight = suffix.startswith("weight")
+            # Where it is all the scale that a weight has, engines make two equal by rounding codes again.
+            rounded, of_weight = suffix == "weight_scale", suffix.startswith("weight")
             findings.append(
                 Finding(
                     f"{module}.{suffix}",
@@ -277,12 +278,14 @@ def check_tensor_scales(check: LayoutCheck) -> list[Finding]:
                     f"it is {value:g} and that of {first!r}, with which engines fuse it, {other:g}; they keep one "
                     "for both, "
                     + (
-                        "and every weight of the other is off by the ratio"
+                        "the larger, and round the other's codes to it a second time, or stop"
+                        if rounded
+                        else "and every weight of the other is off by the ratio"
                         if of_weight
                         else "and clip or waste range"
                     ),
                     "quantize the linears of one product with one tensor scale",
-                    Severity.ERROR if of_weight else Severity.WARNING,
+                    Severity.ERROR if of_weight and not rounded else Severity.WARNING,
                 )
             )
     return findings

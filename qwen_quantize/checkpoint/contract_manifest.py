@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from qwen_quantize.checkpoint.contract_folder import ModelFolder, shown_json
 from qwen_quantize.checkpoint.contract_linear import LayoutCheck
 from qwen_quantize.checkpoint.finding import Finding, warning
+from qwen_quantize.checkpoint.mx_oss_layout import stack_of
 
 MANIFEST = "qwen_quantize.json"
-_MAX_BYTES = 512_000_000  # a record per linear, of which a big model has 50,000
+MAX_MANIFEST_BYTES = 512_000_000  # a record per linear, of which a big model has 50,000
 _REMEDY = "quantize again, or remove qwen_quantize.json if the folder was changed on purpose"
 
 
 def check_manifest(folder: ModelFolder, layout: str, check: LayoutCheck) -> list[Finding]:
     if MANIFEST not in folder.files:
         return []
-    manifest = folder.json_file(MANIFEST, _MAX_BYTES)
+    manifest = folder.json_file(MANIFEST, MAX_MANIFEST_BYTES)
     if manifest is None:
         return []
     found = []
@@ -43,8 +44,11 @@ def check_manifest(folder: ModelFolder, layout: str, check: LayoutCheck) -> list
                 _REMEDY,
             )
         )
-    named = _linears(manifest)
-    lost = next((module for module in named if module not in check.linears), None)
+    named = {module: record.get("error", 0) for module, record in recorded_linears(manifest).items()}
+    lost = next(
+        (module for module in named if not {module, stack_of(module)} & check.linears.keys()),
+        None,
+    )
     if lost is not None and check.linears:
         found.append(
             Finding(
@@ -68,13 +72,13 @@ def check_manifest(folder: ModelFolder, layout: str, check: LayoutCheck) -> list
     return found
 
 
-def _linears(manifest: Mapping[str, object]) -> dict[str, object]:
-    """Module -> its recorded error, of the linears that the manifest names."""
-    found: dict[str, object] = {}
+def recorded_linears(manifest: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+    """Module -> its record, of the linears that the manifest names."""
+    found: dict[str, Mapping[str, object]] = {}
     layers, head = manifest.get("layers"), manifest.get("head")
     for record in [*(layers if isinstance(layers, list) else ()), {"linears": head}]:
         linears = record.get("linears") if isinstance(record, Mapping) else None
         for linear in linears if isinstance(linears, list) else ():
             if isinstance(linear, Mapping) and isinstance(linear.get("name"), str):
-                found[linear["name"]] = linear.get("error", 0)
+                found[linear["name"]] = linear
     return found

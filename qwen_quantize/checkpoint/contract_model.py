@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from qwen_quantize.checkpoint.contract_folder import ModelFolder
 from qwen_quantize.checkpoint.contract_linear import PLAIN, LayoutCheck
 from qwen_quantize.checkpoint.finding import Finding, warning
+from qwen_quantize.checkpoint.mx_oss import BLOCK_BYTES, GROUP
+from qwen_quantize.checkpoint.mx_oss_layout import stack_of
 from qwen_quantize.checkpoint.next_token import JOINING_LINEAR, next_token_tensors, repeated_tensors
 from qwen_quantize.errors import UserError
 from qwen_quantize.models.blueprint import Blueprint
@@ -77,6 +79,11 @@ class _ModelCheck:
             for name in folder.tensors
             if ".experts." in name and _is_stack(name)
         }
+        self.blocks = {
+            name.partition(".experts.")[0]
+            for name in folder.tensors
+            if name.endswith(("_blocks", "_scales")) and ".experts." in name
+        }
 
     def run(self) -> list[Finding]:
         self.linears(self.blueprint.linear_modules())
@@ -88,6 +95,7 @@ class _ModelCheck:
                 self.linears({module: (shape[0], shape[1])})
             else:
                 self.plain(name, shape)
+        self.stacks()
         self.layers()
         self.next_token()
         self.tied_head()
@@ -113,12 +121,30 @@ class _ModelCheck:
             if info.dtype in PLAIN:
                 self.shape(info.name, info.shape, shape)
 
-    def missing(self, module: str) -> None:
+    def stacks(self) -> None:
+        """Tensors of all experts of a layer, as mx-oss has them: every expert is there, in its shape."""
+        members: dict[str, list[tuple[int, int]]] = {}
+        modules = {**self.blueprint.linear_modules(), **self.blueprint.next_token_modules()}
+        for module, shape in modules.items():
+            stack = stack_of(module)
+            if stack is not None and module.partition(".experts.")[0] in self.blocks:
+                members.setdefault(stack, []).append(shape)
+        for stack, shapes in members.items():
+            info = self.folder.info(f"{stack}_blocks")
+            if info is None:
+                self.missing(stack, f"{stack}_blocks")
+                continue
+            step = 2 if stack.endswith("gate_up_proj") else 1
+            rows, columns = shapes[0]
+            groups = columns // GROUP
+            self.shape(info.name, info.shape, (len(shapes) // step, step * rows, groups, BLOCK_BYTES))
+
+    def missing(self, module: str, tensor: str | None = None) -> None:
         expert = ".experts." in module
         head = f"{module}.weight" == self.blueprint.family.head
         self.findings.append(
             Finding(
-                f"{module}.weight",
+                tensor or f"{module}.weight",
                 "expert-missing" if expert else "head-missing" if head else "tensor-missing",
                 "the model has this linear and no file holds it; "
                 + (

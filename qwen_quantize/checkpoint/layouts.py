@@ -24,6 +24,7 @@ from qwen_quantize.checkpoint.layout_parts import (
     read_scale,
     stored_scale,
 )
+from qwen_quantize.checkpoint.mx_oss_layout import MX_OSS
 from qwen_quantize.checkpoint.shards import OutputTensor
 from qwen_quantize.checkpoint.tiles_layout import METHOD as TILES_METHOD
 from qwen_quantize.checkpoint.tiles_layout import TILES, TilesConfig, parse_tiles
@@ -232,7 +233,7 @@ HIF8_PLAIN = PlainHif8Layout(name="hif8-plain", readers=("qwen_quantize",))
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
-    for layout in (DEEPSEEK_FP8, COMPRESSED_TENSORS, AWQ, GPTQ, ASCEND, GGUF, TILES, HIF8_PLAIN)
+    for layout in (DEEPSEEK_FP8, COMPRESSED_TENSORS, AWQ, GPTQ, ASCEND, MX_OSS, GGUF, TILES, HIF8_PLAIN)
 }
 
 # Scheme name -> the layout that most of its readers load.

@@ -30,7 +30,7 @@ from qwen_quantize.formats.packing import pack_nibble_pairs, unpack_nibble_pairs
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
 from qwen_quantize.formats.tables import E2M1
 
-_GROUP, _BYTES = 32, 16
+GROUP, BLOCK_BYTES = 32, 16
 _SCHEME = Scheme("mxfp4", SCHEMES["mxfp4"].weight, None, False, "MXFP4 weights; activations stay")
 _FUSED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)_(blocks|scales)")
 _STORED = {"blocks": "weight_packed", "scales": "weight_scale"}
@@ -39,30 +39,30 @@ _STORED = {"blocks": "weight_packed", "scales": "weight_scale"}
 def pack_experts(experts: list[QuantizedTensor]) -> tuple[Tensor, Tensor]:
     """(blocks U8 [E, N, K/32, 16], scales U8 [E, N, K/32]) of MXFP4 weights [N, K] of equal shapes."""
     for expert in experts:
-        if (
-            expert.format != E2M1
-            or expert.granularity != Granularity.group(_GROUP)
-            or expert.shape[1] % _GROUP
-        ):
+        if expert.format != E2M1 or expert.granularity != Granularity.group(GROUP) or expert.shape[1] % GROUP:
             raise ValueError(
-                f"experts of mx-oss are E2M1 in whole groups of {_GROUP}, not {expert.format.name}"
+                f"experts of mx-oss are E2M1 in whole groups of {GROUP}, not {expert.format.name}"
             )
     blocks = torch.stack([pack_nibble_pairs(expert.codes) for expert in experts])
     scales = torch.stack([stored_scale(expert.scale, "U8") for expert in experts])
-    return blocks.reshape(*scales.shape, _BYTES), scales
+    return blocks.reshape(*scales.shape, BLOCK_BYTES), scales
 
 
 def unpack_experts(blocks: Tensor, scales: Tensor) -> list[QuantizedTensor]:
     """The inverse of `pack_experts`; UserError where the two do not fit each other."""
-    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape != (*scales.shape, _BYTES):
+    if (
+        blocks.dtype != torch.uint8
+        or scales.dtype != torch.uint8
+        or blocks.shape != (*scales.shape, BLOCK_BYTES)
+    ):
         raise UserError(
             f"experts of mx-oss are bytes [E, N, K/32, 16] and [E, N, K/32], not {list(blocks.shape)} and "
             f"{list(scales.shape)}"
         )
     experts, rows, groups = scales.shape
-    codes = unpack_nibble_pairs(blocks.reshape(experts, rows, groups * _BYTES))
-    shape = (rows, groups * _GROUP)
-    grid = Granularity.group(_GROUP)
+    codes = unpack_nibble_pairs(blocks.reshape(experts, rows, groups * BLOCK_BYTES))
+    shape = (rows, groups * GROUP)
+    grid = Granularity.group(GROUP)
     return [
         QuantizedTensor(codes[number], read_scale(scales[number]), None, E2M1, grid, shape)
         for number in range(experts)
@@ -119,15 +119,15 @@ class MxOssSource:
                 f"{self.path}: tensor {name!r} is {info.dtype} {list(info.shape)}; blocks are U8 [experts, rows, "
                 "groups, 16] and scales U8 [experts, rows, groups]"
             )
-        if part == "blocks" and info.shape[3] != _BYTES:
+        if part == "blocks" and info.shape[3] != BLOCK_BYTES:
             raise UserError(
-                f"{self.path}: tensor {name!r} has blocks of {info.shape[3]} bytes, not of {_BYTES}"
+                f"{self.path}: tensor {name!r} has blocks of {info.shape[3]} bytes, not of {BLOCK_BYTES}"
             )
         names = ("gate_proj", "up_proj") if linear == "gate_up_proj" else (linear,)
         count, rows, groups = info.shape[:3]
         if rows % len(names):
             raise UserError(f"{self.path}: tensor {name!r} has {rows} rows, which gate and up cannot share")
-        width = groups * (_BYTES if part == "blocks" else 1)
+        width = groups * (BLOCK_BYTES if part == "blocks" else 1)
         shape = (rows // len(names), width)
         for expert in range(count):
             for first, own in enumerate(names):

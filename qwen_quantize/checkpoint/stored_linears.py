@@ -244,6 +244,13 @@ class LinearReader:
         grid = Granularity.channel() if stored.kind is StoredKind.HIF8 else Granularity.group(size)
         return QuantizedTensor(codes, scale, None, _GROUPED[stored.kind], grid, stored.shape, second)
 
+    def read_elements(self, module: str) -> Tensor:
+        """The codes of `read_quantized`, and those of a linear with static sums; UserError as there."""
+        stored = self.describe(module)
+        if stored.kind is StoredKind.INT8_STATIC:
+            return self._elements(stored, 0, stored.shape[0])
+        return self.read_quantized(module).codes
+
     def _quantized_integers(self, stored: StoredLinear) -> QuantizedTensor:
         rows, columns = stored.shape
         found, bits = self._integers(stored, 0, rows), self._storage.integer_bits(stored)

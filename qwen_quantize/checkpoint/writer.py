@@ -110,7 +110,7 @@ class OutputFolder:
                     "same command, or start again with --overwrite"
                 )
         needed = sum(shard.nbytes for shard in missing)
-        if any(name in self._written for shard in missing for name in shard.tensors):
+        if any(self._is_begun(name) for shard in missing for name in shard.tensors):
             raise UserError(
                 f"{self.staging} lost files that the interrupted run had written; start again with "
                 "--overwrite"
@@ -130,6 +130,10 @@ class OutputFolder:
             needed -= shard.nbytes
         with disk_errors(self.staging, 0):
             sync_folder(self.staging)
+
+    def _is_begun(self, name: str) -> bool:
+        """Whether the record knows of bytes of a tensor, all or some."""
+        return name in self._written
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a planned tensor at its place. ValueError when name, dtype or shape are not as planned."""

@@ -26,7 +26,11 @@ def check_command(
         str | None, typer.Option("--device", help="Chip that it will be served on; see `chips list`.")
     ] = None,
     all_weights: Annotated[
-        bool, typer.Option("--all-weights", help="Read every weight for NaN codes (default: the first GiB).")
+        bool,
+        typer.Option(
+            "--all-weights",
+            help="Read every weight for NaN codes (default: the first GiB), and hold it against the manifest.",
+        ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")

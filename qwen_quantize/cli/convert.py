@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qwen_quantize.checkpoint.source import open_source
+from qwen_quantize.chip_profiles.loader import load_profile
 from qwen_quantize.cli.check import check_written
 from qwen_quantize.cli.console import Speaker, canonical_json
 from qwen_quantize.cli.quantize import check_output
@@ -22,12 +23,16 @@ from qwen_quantize.report.page import render_page
 
 @dataclass(frozen=True, slots=True)
 class ConvertRequest:
-    """source: a quantized folder or GGUF. scheme: to what linears without an exact form are quantized again."""
+    """source: a quantized folder or GGUF. scheme: to what linears without an exact form are quantized again.
+
+    device: the chip whose tiles are written, for the layout that has some.
+    """
 
     source: str
     layout: str | None
     requantize: bool
     scheme: str | None
+    device: str | None = None
 
 
 def run_convert(
@@ -51,7 +56,13 @@ def run_convert(
         raise UserError("--scheme says nothing beside --from unless --requantize is given")
     check_output(output_path, [request.source])
     source = open_source(request.source)
-    conversion = plan_conversion(source, request.layout, requantize=request.requantize, scheme=request.scheme)
+    conversion = plan_conversion(
+        source,
+        request.layout,
+        requantize=request.requantize,
+        scheme=request.scheme,
+        chip=None if request.device is None else load_profile(request.device),
+    )
     notes = conversion_notes(conversion)
     for note in notes:
         speaker.say(f"note: {note}")
@@ -104,6 +115,11 @@ def conversion_notes(conversion: Conversion) -> list[str]:
         notes.append(
             f"the inputs of {len(conversion.casts_dropped)} linears were cast and stay in 16 bits now: layout "
             f"{conversion.layout.name} has weights alone"
+        )
+    if conversion.scales_dropped:
+        notes.append(
+            f"{len(conversion.scales_dropped)} tensors with scales of the key-value cache are left out, the first is "
+            f"{conversion.scales_dropped[0]!r}: engines of layout {conversion.layout.name} do not look for them"
         )
     if conversion.requantized:
         notes.append(

@@ -46,8 +46,8 @@ _COLLECTING = (
 )  # fmt: skip
 
 _CONVERTING = (
-    "convert_from", "requantize", "scheme", "layout", "output_path", "resume", "overwrite", "threads", "as_json",
-    "quiet",
+    "convert_from", "requantize", "scheme", "layout", "device", "output_path", "resume", "overwrite", "threads",
+    "as_json", "quiet",
 )  # fmt: skip
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")]
@@ -353,7 +353,7 @@ def main_command(
             from qwen_quantize.cli.convert import ConvertRequest, run_convert
 
             run_convert(
-                ConvertRequest(convert_from, layout, requantize, scheme),
+                ConvertRequest(convert_from, layout, requantize, scheme, device),
                 output_path,
                 resume=resume,
                 overwrite=overwrite,

@@ -62,6 +62,8 @@ def choose(
     from qwen_quantize.pipeline.statistics_folder import read_statistics
 
     candidates = weigh_request(recipe, request, source)
+    for name, why in candidates.left_out.items():
+        speaker.say(f"note: {name} is not chosen from: {why}")
     reader = ModelReader(source)
     if recipe.statistics is not None:
         folder = read_statistics(recipe.statistics)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from qwen_quantize.checkpoint.json_file import read_object
+from qwen_quantize.checkpoint.kv_channels import channel_kv_plan
 from qwen_quantize.checkpoint.kv_side import read_kv_plan
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, resolve_arithmetic
@@ -216,7 +217,7 @@ def folder_kv_plan(
         return replace(
             found, notes=(*found.notes, "what it needs to know was found on the text measured here")
         )
-    plan = read_kv_plan(Path(path))
+    plan = read_kv_plan(Path(path)) or channel_kv_plan(reader.source, reader.blueprint)
     if plan is not None:
         check_kv_plan(plan, reader.blueprint.config, path)
     return plan

@@ -12,7 +12,7 @@ from qwen_quantize.checkpoint.tensor_info import DTYPES
 from qwen_quantize.chip_profiles.legality import Legality, check
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.granularity import GranularityKind
-from qwen_quantize.formats.schemes import SCHEMES
+from qwen_quantize.formats.schemes import SCHEMES, Scheme
 from qwen_quantize.models.fusion import fusion_of
 from qwen_quantize.pipeline.plan import Plan, make_plan
 from qwen_quantize.pipeline.recipe import Recipe, Rule
@@ -130,6 +130,29 @@ def candidate_plan(
         return base, frozenset()
     plan = make_plan(replace(recipe, rules=(*rules, *recipe.rules)), source)
     return plan, frozenset(unit[0] for unit in fitting)
+
+
+def own_first(candidates: Sequence[Candidate], base: Plan) -> list[Candidate]:
+    """The candidates, first those that are what the request itself comes to: what goes with them is chosen by it."""
+    scheme, grid = base.scheme, base.scheme.weight.granularity
+    size = grid.cols if grid.kind is GranularityKind.GROUP else None
+    return sorted(candidates, key=lambda one: one.scheme != scheme.name or one.group_size not in (None, size))
+
+
+def held_together(plan: Plan, module: str, held: Sequence[Scheme]) -> list[Scheme]:
+    """`held` and the scheme that a plan gives a linear; UserError where its layout cannot hold all of them at once."""
+    scheme = plan.scheme_of(module)
+    every = list(dict.fromkeys((*held, scheme)))
+    schemes = {f"{module}.{number}": one for number, one in enumerate(every[:-1])} | {module: every[-1]}
+    try:
+        plan.layout.quantization_config(schemes, [])
+        plan.layout.side_files(schemes, ())
+    except UserError as error:
+        others = " and ".join(
+            f"{one.name} (scales {one.weight.granularity.describe()})" for one in every[:-1]
+        )
+        raise UserError(f"layout {plan.layout.name} cannot hold it beside {others}") from error
+    return every
 
 
 def with_own_group(

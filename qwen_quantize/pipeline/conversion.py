@@ -24,6 +24,8 @@ from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.checkpoint.tensor_info import DTYPES
 from qwen_quantize.checkpoint.tiles_layout import TilesLayout
 from qwen_quantize.checkpoint.writer import OutputTensor
+from qwen_quantize.chip_profiles.leaf import Absent
+from qwen_quantize.chip_profiles.schema import ChipProfile
 from qwen_quantize.engine.compute import scheme_of_form
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.activation_form import ActivationForm
@@ -35,7 +37,12 @@ from qwen_quantize.formats.spec import Format
 from qwen_quantize.formats.tables import BF16, E4M3FN, E8M0, FP16, FP32
 from qwen_quantize.models.lookup import find_blueprint
 from qwen_quantize.pipeline.conversion_fit import Fit, Inputs, fit_linear, global_amax, static_amax
-from qwen_quantize.pipeline.kv_tensors import is_kv_scale, reads_kv_scales
+from qwen_quantize.pipeline.kv_tensors import (
+    is_channel_scale,
+    is_kv_scale,
+    reads_channel_scales,
+    reads_kv_scales,
+)
 from qwen_quantize.pipeline.tensors import Action, TensorPlan, float_dtype, kept_dtype_in, module_of
 
 _SCALE_FORMATS: dict[str, Format] = {
@@ -49,7 +56,8 @@ class Conversion:
     """What becomes of every tensor. schemes: by module; requantized: those that no scheme holds exactly.
 
     zero_points: whether integers are written with zero points. casts_dropped: modules whose inputs were cast under
-    the old layout and stay as they are under the new one.
+    the old layout and stay as they are under the new one. scales_dropped: tensors with scales of the key-value cache
+    that the new layout's engines do not look for.
     """
 
     layout: Layout
@@ -58,6 +66,7 @@ class Conversion:
     requantized: frozenset[str]
     zero_points: bool
     casts_dropped: tuple[str, ...]
+    scales_dropped: tuple[str, ...]
     tensors: tuple[TensorPlan, ...]
     kept: tuple[str, ...]
 
@@ -128,13 +137,19 @@ class StoredCodes:
 
 
 def plan_conversion(
-    source: CheckpointSource, name: str, *, requantize: bool, scheme: str | None
+    source: CheckpointSource,
+    name: str,
+    *,
+    requantize: bool,
+    scheme: str | None,
+    chip: ChipProfile | None = None,
 ) -> Conversion:
     """Decide for every tensor; all codes are read once. UserError where something does not fit.
 
-    name: of the layout. requantize: quantize again what does not fit. scheme: to which, by name.
+    name: of the layout. requantize: quantize again what does not fit. scheme: to which, by name. chip: whose tiles are
+    written, for the layout that has some.
     """
-    layout = _layout(name, source)
+    layout = _layout(name, source, chip)
     stored = StoredCodes(source)
     modules = stored.modules()
     if not modules:
@@ -179,6 +194,7 @@ def plan_conversion(
         requantized=frozenset(reasons),
         zero_points=zero_points,
         casts_dropped=tuple(dropped),
+        scales_dropped=tuple(name for name in source.names() if _is_dropped_scale(name, layout)),
         tensors=tensors,
         kept=kept,
     )
@@ -212,15 +228,26 @@ def requantize_linear(stored: StoredCodes, module: str, scheme: Scheme) -> tuple
     return solved, error / total if total > 0 else 0.0
 
 
-def _layout(name: str, source: CheckpointSource) -> Layout:
+def _layout(name: str, source: CheckpointSource, chip: ChipProfile | None) -> Layout:
     if name not in LAYOUTS:
         raise UserError(f"--layout {name!r} is not one of the layouts: {', '.join(LAYOUTS)}")
     layout = LAYOUTS[name]
-    if isinstance(layout, TilesLayout):
+    if isinstance(layout, TilesLayout) != (chip is not None):
         raise UserError(
-            f"--layout {name} has the tiles of one chip, and a conversion knows none; quantize with --device instead"
+            f"--layout {name} has the tiles of one chip; name it with --device"
+            if chip is None
+            else f"--device says nothing beside --from and --layout {name}, which is the same for every chip; leave it "
+            "out"
         )
-    return layout.fitted(Destination(source.config, float_dtype(source), "any chip", None))
+    wanted = None if chip is None else chip.facts.tiles.weight_layout.text()
+    return layout.fitted(
+        Destination(
+            source.config,
+            float_dtype(source),
+            "any chip" if chip is None else chip.name,
+            None if isinstance(wanted, Absent) else wanted,
+        )
+    )
 
 
 def _any_zero_points(stored: StoredCodes, modules: Mapping[str, str]) -> bool:
@@ -292,7 +319,10 @@ def _tensors(
     by_tensor = {tensor: module for module, tensor in modules.items()}
     plans = []
     for name in source.names():
-        if name in companions or (is_kv_scale(name) and not reads_kv_scales(layout)):
+        own = name in companions and not is_channel_scale(
+            name
+        )  # of the cache, though it stands beside a weight
+        if own or _is_dropped_scale(name, layout):
             continue
         if name in by_tensor:
             module = by_tensor[name]
@@ -305,6 +335,13 @@ def _tensors(
             TensorPlan(name, Action.KEEP, (OutputTensor(name, dtype, tuple(info.shape)),), "as it was stored")
         )
     return tuple(plans)
+
+
+def _is_dropped_scale(name: str, layout: Layout) -> bool:
+    """Whether a tensor is a scale of the key-value cache that the layout's engines call otherwise, or have not."""
+    if is_channel_scale(name):
+        return not reads_channel_scales(layout)
+    return is_kv_scale(name) and not reads_kv_scales(layout)
 
 
 def _kept_dtype(source: CheckpointSource, name: str) -> str:

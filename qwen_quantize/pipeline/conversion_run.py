@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +19,26 @@ from qwen_quantize.checkpoint.gguf_layout import GgufLayout
 from qwen_quantize.checkpoint.json_file import read_object
 from qwen_quantize.checkpoint.kv_side import KV_FILE, compressed_kv_scheme, engine_scales, read_kv_plan
 from qwen_quantize.checkpoint.layouts import LAYOUTS
-from qwen_quantize.checkpoint.shards import ShardPlan, plan_shards
 from qwen_quantize.checkpoint.source import CheckpointSource, open_source
 from qwen_quantize.checkpoint.tensor_info import DTYPES
 from qwen_quantize.checkpoint.writer import OutputFolder, require_free_space
 from qwen_quantize.errors import ResumableError, UserError
 from qwen_quantize.formats.activation_form import ActivationForm
+from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.models.lookup import architecture_of
 from qwen_quantize.pipeline.conversion import Conversion, StoredCodes, fit_codes, requantize_linear
 from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.kv_tensors import is_kv_scale
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
-from qwen_quantize.pipeline.output_files import gguf_file, is_reordered, write_in_order
+from qwen_quantize.pipeline.output_files import (
+    OutputFiles,
+    gguf_file,
+    is_reordered,
+    safetensors_files,
+    write_in_order,
+)
 from qwen_quantize.pipeline.recipe import Output
+from qwen_quantize.pipeline.records import EXACT_DB
 from qwen_quantize.pipeline.tensors import Action
 
 _MANIFEST_BYTES = 256 << 20
@@ -42,7 +50,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """losses: relative squared error of each linear that was quantized again; all others are exact.
+    """losses: relative squared error of each linear that was quantized again; all others are exact. codes: SHA-256 of
+    its codes.
 
     input_scales_changed: modules whose inputs are cast with scales of another format, for the layout has no word for
     the old one: powers of two become any numbers or the other way round.
@@ -50,6 +59,7 @@ class Converted:
 
     folder: OutputFolder
     losses: Mapping[str, float]
+    codes: Mapping[str, str]
     input_scales_changed: tuple[str, ...]
 
     @property
@@ -67,15 +77,15 @@ def convert(
     """Write all into the staging folder and read it back; a UserError leaves nothing behind unless resumable."""
     files = _files(conversion, source)
     if not output.resume:
-        require_free_space(output.path.parent, sum(file.nbytes for file in files))
-    folder = OutputFolder(output.path, files, resume=output.resume, overwrite=output.overwrite)
+        require_free_space(output.path.parent, sum(file.nbytes for file in files.shards))
+    folder = files.open(output.path, resume=output.resume, overwrite=output.overwrite)
     try:
         journal = Journal(
             folder.staging / "journal.jsonl",
             {"version": qwen_quantize.__version__, "request": dict(request), "source": source.fingerprint()},
             output.resume,
         )
-        losses = _write(conversion, StoredCodes(source), folder, journal, progress)
+        losses, hashes = _write(conversion, StoredCodes(source), folder, journal, progress)
         folder.add_file("config.json", _config(conversion, source))
         for name, content in source.side_files().items():
             folder.add_file(name, content)
@@ -99,23 +109,28 @@ def convert(
     except BaseException:
         folder.close()
         raise
-    return Converted(folder, losses, changed)
+    return Converted(folder, losses, hashes, changed)
 
 
-def _files(conversion: Conversion, source: CheckpointSource) -> tuple[ShardPlan, ...]:
+def _files(conversion: Conversion, source: CheckpointSource) -> OutputFiles:
     layout = conversion.layout
     if isinstance(layout, GgufLayout):
-        return (gguf_file(layout, conversion.tensors, conversion.schemes, conversion.shapes, source),)
-    return plan_shards(conversion.outputs, stem=layout.weights_stem)
+        file = gguf_file(layout, conversion.tensors, conversion.schemes, conversion.shapes, source)
+        return OutputFiles((file,), {})
+    return safetensors_files(layout, conversion.outputs)
 
 
 def _write(
     conversion: Conversion, stored: StoredCodes, folder: OutputFolder, journal: Journal, progress: Progress
-) -> dict[str, float]:
+) -> tuple[dict[str, float], dict[str, str]]:
+    """(losses, SHA-256 of the codes) of the linears that are quantized again."""
     losses: dict[str, float] = {}
+    hashes: dict[str, str] = {}
     for record in journal.units.values():
         losses |= record["losses"]
+        hashes |= record["codes"]
     fresh: dict[str, float] = {}
+    codes: dict[str, str] = {}
     count = len(journal.units)
     for number, tensor in enumerate(conversion.tensors, start=1):
         if not all(folder.is_written(output.name) for output in tensor.outputs):
@@ -126,27 +141,31 @@ def _write(
                 _copy(tensor.name, tensor.outputs[0].dtype, stored.source, folder)
             else:
                 assert tensor.module is not None
-                packed, loss = _packed(conversion, stored, tensor.module)
+                packed, again = _packed(conversion, stored, tensor.module)
                 for name, part in packed.items():
                     folder.write(name, part)
-                if loss is not None:
-                    fresh[tensor.module] = loss
+                if again is not None:
+                    fresh[tensor.module], codes[tensor.module] = again
         if number % _SYNC_LINEARS == 0 or number == len(conversion.tensors):
+            # First the losses: of a tensor on record as written nobody would measure the loss again.
+            journal.finish(f"tensors.{count}", {"losses": fresh, "codes": codes})
             folder.sync()
-            journal.finish(f"tensors.{count}", {"losses": fresh})
             losses |= fresh
-            count, fresh = count + 1, {}
+            hashes |= codes
+            count, fresh, codes = count + 1, {}, {}
             progress("tensors", number, len(conversion.tensors))
-    return {module: losses[module] for module in conversion.schemes if module in losses}
+    return {module: losses[module] for module in conversion.schemes if module in losses}, hashes
 
 
 def _packed(
     conversion: Conversion, stored: StoredCodes, module: str
-) -> tuple[dict[str, Tensor], float | None]:
+) -> tuple[dict[str, Tensor], tuple[float, str] | None]:
+    """(the linear's tensors, its loss and the SHA-256 of its codes where it was quantized again)."""
     if module in conversion.requantized:
         scheme = conversion.schemes[module]
         quantized, loss = requantize_linear(stored, module, scheme)
-        return conversion.layout.pack(module, quantized, scheme), loss
+        sha256 = hashlib.sha256(quantized.codes.numpy().tobytes()).hexdigest()
+        return conversion.layout.pack(module, quantized, scheme), (loss, sha256)
     return fit_codes(stored, conversion.layout, module, zero_points=conversion.zero_points).tensors, None
 
 
@@ -236,7 +255,7 @@ def conversion_manifest(
     )
     path = source.path.resolve()
     manifest.pop("check", None)  # it was of the source's files
-    return manifest | {
+    return _described(manifest, conversion, converted) | {
         "layout": conversion.layout.name,
         "output_bytes": sum(output.nbytes for output in conversion.outputs),
         "converted_from": {
@@ -260,8 +279,69 @@ def conversion_manifest(
     }
 
 
+def _described(manifest: dict[str, Any], conversion: Conversion, converted: Converted) -> dict[str, Any]:
+    """The source's manifest with what each linear is now; what was measured of it stands where it still holds."""
+
+    def linear(record: dict[str, Any]) -> dict[str, Any]:
+        module = record.get("name")
+        scheme = conversion.schemes.get(str(module))
+        if module is None or scheme is None:
+            return record
+        outputs = conversion.layout.outputs(module, conversion.shapes[module], scheme)
+        now = {
+            "scheme": scheme.name,
+            "region": scheme.weight.granularity.describe(),
+            "symmetric": scheme.weight.symmetric,
+            "bits": 8 * sum(output.nbytes for output in outputs),
+        }
+        if module not in conversion.requantized:
+            return record | now
+        loss = converted.losses[module]
+        return {
+            "name": module,
+            "shape": list(conversion.shapes[module]),
+            **now,
+            "method": "conversion",
+            "error": loss,
+            "weight_sqnr_db": -10 * math.log10(loss) if loss > 0 else EXACT_DB,
+            "sha256": converted.codes[module],
+            "notes": [
+                "quantized again by a conversion; the error is that of its weights against the source's"
+            ],
+        }
+
+    def linears(records: object) -> list[Any]:
+        found = records if isinstance(records, list) else []
+        return [linear(one) if isinstance(one, dict) else one for one in found]
+
+    schemes = list(conversion.schemes.values())
+    principal = max(dict.fromkeys(schemes), key=schemes.count)
+    grid = principal.weight.granularity
+    found = manifest | {"scheme": _scheme_record(principal), "block": [max(grid.rows, 1), grid.cols]}
+    if isinstance(manifest.get("layers"), list):
+        found["layers"] = [
+            one | {"linears": linears(one.get("linears"))} if isinstance(one, dict) else one
+            for one in manifest["layers"]
+        ]
+    if isinstance(manifest.get("head"), list):
+        found["head"] = linears(manifest["head"])
+    return found
+
+
+def _scheme_record(scheme: Scheme) -> dict[str, Any]:
+    grid, activation = scheme.weight.granularity, scheme.activation
+    return {
+        "name": scheme.name,
+        "region": grid.describe(),
+        "group_size": grid.cols,
+        "symmetric": scheme.weight.symmetric,
+        "weight": scheme.weight.format.name,
+        "activation": None if activation is None else activation.format.name,
+        "scale": scheme.weight.scale_format.name,
+    }
+
+
 def _bare(conversion: Conversion, source: CheckpointSource) -> dict[str, Any]:
-    scheme = next(iter(conversion.schemes.values()))
     actions = [tensor.action for tensor in conversion.tensors]
     return {
         "tool": {"name": "qwen_quantize", "version": qwen_quantize.__version__},
@@ -274,14 +354,6 @@ def _bare(conversion: Conversion, source: CheckpointSource) -> dict[str, Any]:
         "request": {},
         "chip": {"name": "cpu", "why": "the source names no chip"},
         "method": "conversion",
-        "scheme": {
-            "name": scheme.name,
-            "region": scheme.weight.granularity.describe(),
-            "symmetric": scheme.weight.symmetric,
-            "weight": scheme.weight.format.name,
-            "activation": None if scheme.activation is None else scheme.activation.format.name,
-            "scale": scheme.weight.scale_format.name,
-        },
         "tensors": {
             "quantized": actions.count(Action.QUANTIZE),
             "kept": actions.count(Action.KEEP),

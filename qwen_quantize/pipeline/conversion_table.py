@@ -9,7 +9,7 @@ import torch
 
 from qwen_quantize.checkpoint.compressed_config import CompressedTensors
 from qwen_quantize.checkpoint.layouts import LAYOUTS, BlockFp8Config, Layout, parse_quantization
-from qwen_quantize.checkpoint.tiles_layout import TilesLayout
+from qwen_quantize.checkpoint.tiles_layout import TilesConfig
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.blocks import QuantizedTensor
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
@@ -18,7 +18,7 @@ from qwen_quantize.formats.tables import FP32
 from qwen_quantize.pipeline.conversion_fit import Inputs, fit_linear
 
 _SHAPE = (256, 256)
-_MODULE = "model.layers.0.mlp.up_proj"
+_MODULE = "model.layers.0.mlp.experts.0.up_proj"  # mx-oss holds experts alone
 _FITTING, _UNFIT = 0.25, 1 / 3  # a scale that every format holds, and one that only float32 does
 
 
@@ -40,11 +40,7 @@ def exact_conversions() -> tuple[ConversionRow, ...]:
     return tuple(
         ConversionRow(
             form,
-            {
-                # Tiles are those of one chip, and a conversion knows none.
-                name: "no" if isinstance(layout, TilesLayout) else _verdict(layout, scheme)
-                for name, layout in LAYOUTS.items()
-            },
+            {name: _verdict(layout, scheme) for name, layout in LAYOUTS.items()},
         )
         for form, scheme in _forms().items()
     )
@@ -102,7 +98,7 @@ def _states(layout: Layout, scheme: Scheme, scale_format: Format) -> bool:
     match parse_quantization({"quantization_config": config}):
         case BlockFp8Config() as blocks:
             return blocks.activation.scale_format == scale_format
-        case CompressedTensors() as compressed:
+        case (CompressedTensors() as compressed) | TilesConfig(ways=compressed):
             return all(
                 it.inputs is not None and it.inputs.scale_format == scale_format for it in compressed.weights
             )

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from qwen_quantize.calibrators.kv_cache import budget_line
 from qwen_quantize.calibrators.kv_plans import uniform_plan
+from qwen_quantize.checkpoint.ascend_layout import AscendLayout
 from qwen_quantize.checkpoint.compressed_tensors import CompressedTensorsLayout
+from qwen_quantize.checkpoint.kv_channels import channel_scale_names, has_channel_scales
 from qwen_quantize.checkpoint.kv_side import engine_scales, scale_shape
 from qwen_quantize.checkpoint.layouts import BlockLayout, Layout
 from qwen_quantize.checkpoint.writer import OutputTensor
 from qwen_quantize.chip_profiles.schema import ChipProfile
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kv_scheme import KvKind, KvScheme, parse_kv_scheme
-from qwen_quantize.models.blueprint import Blueprint
+from qwen_quantize.models.blueprint import Blueprint, Half, Stream
 from qwen_quantize.pipeline.kv_cache import choose_scheme, kv_context, kv_lines
 from qwen_quantize.pipeline.recipe import Recipe
 
@@ -48,6 +50,9 @@ def plan_kv_tensors(
         )
     choice = choose_scheme(scheme, profile, blueprint.config.dtype, recipe.dataset is not None)
     notes = (*choice.notes, *_expected(choice.scheme, blueprint))
+    if reads_channel_scales(layout):
+        outputs, said = _channel_outputs(choice.scheme, blueprint, recipe, auto=scheme.kind is KvKind.AUTO)
+        return KvTensors(choice.scheme, outputs, (*notes, *said))
     return KvTensors(choice.scheme, _outputs(choice.scheme, blueprint, layout), notes)
 
 
@@ -76,6 +81,38 @@ def _outputs(scheme: KvScheme, blueprint: Blueprint, layout: Layout) -> tuple[Ou
     )
 
 
+def _channel_outputs(
+    scheme: KvScheme, blueprint: Blueprint, recipe: Recipe, *, auto: bool
+) -> tuple[tuple[OutputTensor, ...], tuple[str, ...]]:
+    """(C8's scales and offsets of each layer, what to say); none where the engine would do otherwise than the plan."""
+    config = blueprint.config
+    layers = [layer for layer in range(config.num_layers) if not config.is_delta(layer)]
+    why = None
+    if config.latent is not None:
+        why = "latent attention has no keys of its own"
+    elif not has_channel_scales(scheme):
+        why = f"it has fixed scales of channels, and {scheme.name} has not"
+    elif recipe.dataset is None:
+        why = "its scales take text; give --calibration-dataset"
+    elif auto and any(_biased(blueprint, layer) for layer in layers):
+        why = "auto may keep keys of large bias in 16 bits; --kv-cache int8 writes it for all layers"
+    if why is not None:
+        return (), (f"no C8 in the description: {why}; vLLM Ascend then keeps its cache in 16 bits",)
+    widths = (config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_dim)
+    return tuple(
+        OutputTensor(name, "F32", (width,))
+        for layer in layers
+        for name, width in zip(
+            channel_scale_names(blueprint, layer), (widths[0], widths[0], widths[1], widths[1]), strict=True
+        )
+    ), ()
+
+
+def _biased(blueprint: Blueprint, layer: int) -> bool:
+    sites = blueprint.streams(layer, Half.ATTENTION).get(Stream.ATTENTION_INPUT, ())
+    return any(blueprint.has_bias(site) for site in sites)
+
+
 def reads_kv_scales(layout: Layout) -> bool:
     """Whether the layout's engines look for scales of keys and values among its tensors."""
     return isinstance(layout, BlockLayout | CompressedTensorsLayout)
@@ -84,6 +121,16 @@ def reads_kv_scales(layout: Layout) -> bool:
 def is_kv_scale(name: str) -> bool:
     """Whether a tensor is called as vLLM and SGLang call the scale of a layer's keys or values."""
     return name.endswith((".self_attn.k_scale", ".self_attn.v_scale"))
+
+
+def reads_channel_scales(layout: Layout) -> bool:
+    """Whether the layout's engines look for C8's scales, one for each channel of an int8 cache."""
+    return isinstance(layout, AscendLayout)
+
+
+def is_channel_scale(name: str) -> bool:
+    """Whether a tensor is called as vLLM Ascend calls the scales and offsets of an int8 cache's channels."""
+    return name.endswith((".kv_cache_scale", ".kv_cache_offset"))
 
 
 def scale_names(blueprint: Blueprint, layer: int) -> tuple[str, str]:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from qwen_quantize.checkpoint.ascend_packing import kv_cache_tensors
 from qwen_quantize.checkpoint.kv_side import KV_FILE, kv_file_bytes, scale_values
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.pipeline.kv_cache import plan_kv_cache
-from qwen_quantize.pipeline.kv_tensors import scale_names
+from qwen_quantize.pipeline.kv_tensors import reads_channel_scales, scale_names
 from qwen_quantize.pipeline.run import StagedRun, read_calibration
 from qwen_quantize.pipeline.texts import CalibrationTokens
 
@@ -30,11 +31,24 @@ def write_kv_cache(staged: StagedRun, progress: Progress) -> KvPlan:
     auto = plan.recipe.kv_cache is not None and plan.recipe.kv_cache.strip().lower() == "auto"
     kv = plan_kv_cache(plan.kv_scheme, reader, plan.resolution.profile, _windows(staged, reader), None, progress,
                        spare_biased=auto)  # fmt: skip
+    channels = _channel_tensors(kv, reader) if reads_channel_scales(plan.layout) else {}
     for output in plan.kv_outputs:
-        folder.write(output.name, _scale(kv, reader, output.name))
+        found = channels.get(output.name)
+        folder.write(output.name, _scale(kv, reader, output.name) if found is None else found)
     folder.sync()
     folder.add_file(KV_FILE, kv_file_bytes(kv))
     return kv
+
+
+def _channel_tensors(kv: KvPlan, reader: ModelReader) -> dict[str, Tensor]:
+    """C8's scales and offsets of every layer, by name; {} for a cache that is not C8's."""
+    found: dict[str, Tensor] = {}
+    for number, layer in enumerate(kv.layers):
+        scales = [] if layer is None else [tensor.parts[0].scale for tensor in (layer.keys, layer.values)]
+        if len(scales) == 2 and scales[0] is not None and scales[1] is not None:
+            attention = reader.blueprint.layer_name(number, "self_attn")
+            found |= kv_cache_tensors(attention, scales[0], scales[1])[0]
+    return found
 
 
 def _windows(staged: StagedRun, reader: ModelReader) -> Tensor | None:

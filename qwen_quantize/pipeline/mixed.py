@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -25,8 +25,10 @@ from qwen_quantize.pipeline.candidates import (
     Candidate,
     candidate_plan,
     candidates_for,
+    held_together,
     kept_bits,
     linear_bits,
+    own_first,
     with_own_group,
 )
 from qwen_quantize.pipeline.choices import units_of
@@ -76,7 +78,8 @@ class Candidates:
     """What there is to choose, known before anything runs.
 
     units: linears that become the same; bits: of each unit by candidate. plans: by candidate, with it for the linears
-    in `fitting`. fixed: linears that stay as the request says, which take fixed_bits. weights: in all.
+    in `fitting`. fixed: linears that stay as the request says, which take fixed_bits. weights: in all. left_out: of
+    the candidates by default, those that the layout cannot hold, each with the reason.
     """
 
     base: Plan
@@ -88,6 +91,7 @@ class Candidates:
     fixed: tuple[str, ...]
     fixed_bits: int
     weights: int
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def weigh_request(recipe: Recipe, request: MixedRequest, source: CheckpointSource) -> Candidates:
@@ -108,24 +112,38 @@ def weigh_request(recipe: Recipe, request: MixedRequest, source: CheckpointSourc
     units, fixed = _units(recipe, base, blueprint, candidates)
     plans: dict[str, Plan] = {}
     fitting: dict[str, frozenset[str]] = {}
-    for one in candidates:
-        if one.scheme is not None:
-            try:
-                plans[one.name], first = candidate_plan(recipe, source, one, units, base)
-            except UserError as error:
-                if request.candidates:
-                    raise
-                raise UserError(
-                    f"{flag} would also choose {one.name}, which cannot be: {error}; name what to choose from with "
-                    "--candidates"
-                ) from error
-            fitting[one.name] = frozenset(m for unit in units if unit[0] in first for m in unit)
+    left_out: dict[str, str] = {}
+    held = list(dict.fromkeys(base.scheme_of(module) for module in fixed))
+    for one in own_first(candidates, base):
+        if one.scheme is None:
+            continue
+        try:
+            plan, first = candidate_plan(recipe, source, one, units, base)
+            if not request.candidates and first:
+                held = held_together(plan, next(iter(first)), held)
+        except UserError as error:
+            if request.candidates:
+                raise
+            left_out[one.name] = str(error)
+            continue
+        plans[one.name] = plan
+        fitting[one.name] = frozenset(m for unit in units if unit[0] in first for m in unit)
+    candidates = tuple(one for one in candidates if one.name not in left_out)
+    if left_out and len(candidates) < 2:
+        name, why = next(iter(left_out.items()))
+        raise UserError(
+            f"{flag}: of what it chooses from by default, layout {base.layout.name} leaves "
+            f"{candidates[0].name if candidates else 'nothing'} ({name} cannot be: {why}); name what to choose from "
+            "with --candidates"
+        )
     named = {one.name: with_own_group(one, plans.get(one.name), units, fitting) for one in candidates}
     bits = _bits(source, base, plans, fitting, units, KEPT in named)
     total = sum(rows * columns for rows, columns in base.selection.quantized.values())
     fixed_bits = sum(linear_bits(base, module) for module in fixed)
     _check_reachable(request, bits, fixed_bits, total)
-    return Candidates(base, named, tuple(units), tuple(bits), plans, fitting, tuple(fixed), fixed_bits, total)
+    return Candidates(
+        base, named, tuple(units), tuple(bits), plans, fitting, tuple(fixed), fixed_bits, total, left_out
+    )
 
 
 def choose_mixed(
@@ -395,6 +413,7 @@ def _record(
         "target_bits": request.target_bits,
         "max_loss": request.max_loss,
         "candidates": list(candidates.named),
+        "left_out": dict(candidates.left_out),
         "weights": total,
         "bits": bits,
         "bits_per_weight": bits / total,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from qwen_quantize.checkpoint.gguf_layout import GgufLayout
 from qwen_quantize.checkpoint.gguf_vocabulary import Vocabulary, read_vocabulary
 from qwen_quantize.checkpoint.gguf_writer import GgufOutput, plain_output, plan_gguf
 from qwen_quantize.checkpoint.layouts import Layout
-from qwen_quantize.checkpoint.shards import ShardPlan, plan_shards
+from qwen_quantize.checkpoint.mx_oss_layout import MxOssLayout, stack_experts
+from qwen_quantize.checkpoint.shards import DEFAULT_SHARD_BYTES, OutputTensor, ShardPlan, plan_shards
 from qwen_quantize.checkpoint.source import CheckpointSource
+from qwen_quantize.checkpoint.stacked_output import StackedFolder, StackedPart
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.checkpoint.tensor_info import DTYPES
 from qwen_quantize.checkpoint.writer import OutputFolder
@@ -21,11 +24,37 @@ from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.tensors import Action, TensorPlan
 
 
-def output_files(plan: Plan, source: CheckpointSource) -> tuple[ShardPlan, ...]:
-    """Every file with its header and the places of its tensors; UserError for what a header cannot say."""
-    if not isinstance(plan.layout, GgufLayout):
-        return plan_shards(plan.outputs, plan.recipe.max_shard_bytes, plan.layout.weights_stem)
-    return (gguf_file(plan.layout, plan.tensors, plan.schemes, plan.selection.quantized, source),)
+@dataclass(frozen=True, slots=True)
+class OutputFiles:
+    """Every file with its header and the places of its tensors. parts: of tensors that stand inside others."""
+
+    shards: tuple[ShardPlan, ...]
+    parts: Mapping[str, StackedPart]
+
+    def open(self, target: Path, *, resume: bool, overwrite: bool) -> OutputFolder:
+        """The folder that they are written into; raises as `OutputFolder` does."""
+        if not self.parts:
+            return OutputFolder(target, self.shards, resume=resume, overwrite=overwrite)
+        return StackedFolder(target, self.shards, self.parts, resume=resume, overwrite=overwrite)
+
+
+def output_files(plan: Plan, source: CheckpointSource) -> OutputFiles:
+    """The files of a run; UserError for what a header cannot say."""
+    if isinstance(plan.layout, GgufLayout):
+        return OutputFiles(
+            (gguf_file(plan.layout, plan.tensors, plan.schemes, plan.selection.quantized, source),), {}
+        )
+    return safetensors_files(plan.layout, plan.outputs, plan.recipe.max_shard_bytes)
+
+
+def safetensors_files(
+    layout: Layout, outputs: Sequence[OutputTensor], max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> OutputFiles:
+    """Shards of safetensors; UserError for linears that do not make a whole stack."""
+    parts: Mapping[str, StackedPart] = {}
+    if isinstance(layout, MxOssLayout):
+        outputs, parts = stack_experts(outputs)
+    return OutputFiles(plan_shards(outputs, max_shard_bytes, layout.weights_stem), parts)
 
 
 def gguf_file(

@@ -37,7 +37,13 @@ from qwen_quantize.pipeline.memory import MemoryPlan, plan_memory
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.rules import Settings, scheme_name, settings_of
 from qwen_quantize.pipeline.scheme_choice import base_scheme, needs_input_amax
-from qwen_quantize.pipeline.selection import Candidates, Selection, candidates_of, select_linears
+from qwen_quantize.pipeline.selection import (
+    Candidates,
+    Selection,
+    candidates_of,
+    left_by_layout,
+    select_linears,
+)
 from qwen_quantize.pipeline.tensors import TensorPlan, float_dtype, plan_tensors
 
 
@@ -141,7 +147,8 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
     )
     settings = settings_of(recipe, list(candidates.shapes()))
     candidates, unseen = _only_calibrated(recipe, candidates, settings)
-    decided = {name: not one.ignore for name, one in settings.items() if one.ignore is not None}
+    decided = left_by_layout(recipe.layout, list(settings))
+    decided |= {name: not one.ignore for name, one in settings.items() if one.ignore is not None}
     selection = select_linears(candidates, recipe.ignore, recipe.include, decided)
     _check_head(recipe, candidates, selection, settings)
     chosen = choose_linears(

@@ -109,12 +109,8 @@ def quantize(
         calibration = read_calibration(plan.recipe, reader)
     if not output.resume:
         require_free_space(output.path.parent, plan.disk_bytes)
-    folder = OutputFolder(
-        output.path,
-        output_files(plan, source),
-        resume=output.resume,
-        overwrite=output.overwrite,
-    )
+    files = output_files(plan, source)
+    folder = files.open(output.path, resume=output.resume, overwrite=output.overwrite)
     try:
         return _fill(plan, source, reader, calibration, folder, output.resume, progress)
     except ResumableError:

@@ -10,7 +10,7 @@ from qwen_quantize.errors import UserError
 from qwen_quantize.formats.granularity import GranularityKind
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
 from qwen_quantize.formats.spec import FloatFormat, Format, IntFormat
-from qwen_quantize.formats.tables import BF16, FP16, FP32
+from qwen_quantize.formats.tables import BF16, E8M0, FP16, FP32
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.selection import Selection
 
@@ -18,6 +18,7 @@ _BLOCK_SIZES = (128, 64, 32)
 _HALF_LAYOUTS = ("awq", "gptq", "gguf")  # whose readers compute in FP16 and nothing else
 _MODEL_SCALE_LAYOUTS = ("ascend",)  # whose readers hold every scale as they hold activations, in 16 bits
 _BLOCKS_OF_32 = ("gguf",)  # whose types have groups of 32 and leave the inputs as they are
+_WEIGHTS_ALONE = (*_BLOCKS_OF_32, "mx-oss")  # that leave the inputs of floating-point weights as they are
 _MODEL_SCALES: dict[str, Format] = {"BF16": BF16, "F16": FP16, "F32": FP32}
 
 
@@ -56,7 +57,7 @@ def base_scheme(recipe: Recipe, method: Method) -> Scheme:
             "--calibration-dataset"
         )
 
-    if recipe.layout in _BLOCKS_OF_32 and isinstance(scheme.weight.format, FloatFormat):
+    if recipe.layout in _WEIGHTS_ALONE and isinstance(scheme.weight.format, FloatFormat):
         return replace(scheme, activation=None, dynamic=False)
     return scheme
 
@@ -89,7 +90,12 @@ def fit_scheme(
     if needs_input_amax(scheme) and not recipe.calibrates:
         scheme = replace(scheme, activation=None, dynamic=False)
         notes = (*notes, "activations stay in 16 bits: without text nothing tells their second scale")
-    elif scheme.activation is None and dtype in _MODEL_SCALES and recipe.layout not in _HALF_LAYOUTS:
+    elif (
+        scheme.activation is None
+        and dtype in _MODEL_SCALES
+        and recipe.layout not in _HALF_LAYOUTS
+        and scheme.weight.scale_format != E8M0
+    ):
         # Engines hold the scales of weights alone as they hold activations.
         scheme = replace(scheme, weight=replace(scheme.weight, scale_format=_MODEL_SCALES[dtype]))
     if recipe.layout in _MODEL_SCALE_LAYOUTS:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qwen_quantize.checkpoint.linear_parts import WEIGHT_SUFFIXES
+from qwen_quantize.checkpoint.mx_oss_layout import MX_OSS
 from qwen_quantize.errors import UserError
 from qwen_quantize.models.blueprint import Blueprint
 from qwen_quantize.models.fusion import fusion_of
@@ -63,6 +64,19 @@ def candidates_of(blueprint: Blueprint, names: Iterable[str]) -> Candidates:
         embedding=family.embedding.removesuffix(".weight"),
         tied=config.tie_word_embeddings,
     )
+
+
+def left_by_layout(layout: str | None, names: Sequence[str]) -> dict[str, bool]:
+    """By name, False for every linear that a layout has no place for; UserError where that is all of them."""
+    if layout != MX_OSS.name:
+        return {}
+    left = {name: False for name in names if not MX_OSS.holds(name)}
+    if len(left) == len(names):
+        raise UserError(
+            f"layout {MX_OSS.name} holds routed experts with gate_proj, up_proj and down_proj, and this model has "
+            "none; choose another --layout"
+        )
+    return left
 
 
 def matching(pattern: str, names: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.models.blueprint import Blueprint
 from qwen_quantize.pipeline.selection import Selection
 
+_CACHE_SCALES = (".self_attn.k_scale", ".self_attn.v_scale", ".kv_cache_scale", ".kv_cache_offset")
 _CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -74,12 +75,16 @@ def plan_tensors(
     )
     plans: dict[str, TensorPlan] = {}
     notes = []
+    cached = ""
     for name in source.names():
         module = module_of(name)
         if name in companions:
             plans[name] = TensorPlan(
                 name, Action.DROP, (), "scale of a quantized source weight, used while reading"
             )
+        elif name.endswith(_CACHE_SCALES):
+            plans[name] = TensorPlan(name, Action.DROP, (), "scale of the source's key-value cache")
+            cached = cached or name
         elif module is not None and module in selection.quantized:
             shape = selection.quantized[module]
             outputs = layout.outputs(module, shape, schemes[module])
@@ -98,6 +103,11 @@ def plan_tensors(
             dtype = kept_dtype_in(layout, name, kept_dtype or info.dtype, info.shape)
             output = OutputTensor(name, dtype, tuple(info.shape))
             plans[name] = TensorPlan(name, Action.KEEP, (output,), why)
+    if cached:
+        notes.append(
+            f"the source's scales of a key-value cache, such as {cached!r}, are left out: they are of other weights, "
+            "and --kv-cache finds new ones"
+        )
     return tuple(plans[name] for name in _writing_order(plans, expected, blueprint is None)), tuple(notes)
 
 

@@ -96,6 +96,8 @@ def test_a_cache_comes_along(model: Path, dataset: Path, tmp_path: Path, run: Ru
         assert manifest["check"] == said["check"]
         cache = "kv_cache.qwen_quantize"
         assert (target / cache).read_bytes() == (out / cache).read_bytes()
+        dropped = [note for note in said["notes"] if "scales of the key-value cache" in note]
+        assert [("6 tensors" in note) for note in dropped] == [True] * (layout == "ascend")
     assert not any(name.endswith("k_scale") for name in load_file(other / "quant_model_weights.safetensors"))
     configs = [json.loads((folder / "config.json").read_text()) for folder in (out, back)]
     assert configs[0]["quantization_config"]["kv_cache_scheme"] is not None
@@ -114,3 +116,25 @@ def test_static_sums_have_no_exact_form(model: Path, dataset: Path, tmp_path: Pa
     assert refused.exit_code == 2
     assert "deq_scale" in refused.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_tiles_of_a_named_chip_and_back(quantized: Path, tmp_path: Path, run: Run) -> None:
+    out, back = tmp_path / "tiles", tmp_path / "back"
+    asked = ("--from", quantized, "--layout", "tiles", "--output-path", out)
+    refused = run(*asked)
+    assert refused.exit_code == 2
+    assert "name it with --device" in refused.stderr
+    refused = run(*asked, "--device", "nvidia-h100")
+    assert refused.exit_code == 2
+    assert "no public document says" in " ".join(refused.stderr.split())
+    done = run(*asked, "--device", "ascend-910b", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert (said["layout"], said["exact"], said["linears"]) == ("tiles", True, 21)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert load_file(out / "model.safetensors")[name].shape == (3, 8, 16, 8)
+    done = run("--from", out, "--layout", "gptq", "--output-path", back, "--json")
+    assert done.exit_code == 0, done.output
+    before, after = (load_file(folder / "model.safetensors") for folder in (quantized, back))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

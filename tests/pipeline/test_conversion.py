@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from qwen_quantize.checkpoint.layouts import LAYOUTS
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.checkpoint.stored_linears import LinearReader
+from qwen_quantize.checkpoint.writer import OutputFolder
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
 from qwen_quantize.formats.tables import BF16, FP32
@@ -23,6 +24,7 @@ from qwen_quantize.pipeline.conversion import Conversion, plan_conversion
 from qwen_quantize.pipeline.conversion_fit import global_amax, static_amax
 from qwen_quantize.pipeline.conversion_run import Converted, conversion_manifest, convert
 from qwen_quantize.pipeline.conversion_table import exact_conversions
+from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.recipe import Output
 from tests.checkpoint.quantized_samples import COMPRESSED, sample, weight_only, with_scales
 from tests.tiny_models import make_tiny
@@ -303,5 +305,84 @@ def test_the_table_of_exact_conversions_is_what_conversions_do() -> None:
     assert rows["ue8m0"][CT] == "input scales"
     assert rows["block FP8, float32 scales"][CT] == "exact"
     assert rows["w8a8"]["gptq"] == "fitting weights"
-    assert {verdicts["tiles"] for verdicts in rows.values()} == {"no"}
+    assert rows["w8a8"]["tiles"] == "exact"
+    assert rows["w4a16, groups of 32, zero points"]["tiles"] == "no"
+    assert {form for form, verdicts in rows.items() if verdicts["mx-oss"] != "no"} == {"mxfp4"}
     assert all(any(verdict == "exact" for verdict in verdicts.values()) for verdicts in rows.values())
+
+
+def test_what_the_manifest_says_of_linears_is_what_they_are_now(plain: Path, tmp_path: Path) -> None:
+    source, out = stored(plain, tmp_path / "source", CT, SCHEMES["w8a8"]), tmp_path / "out"
+    modules = list(require_blueprint(json.loads((plain / "config.json").read_text())).linear_modules())
+    record = {
+        "error": 1e-5,
+        "scheme": "w8a8",
+        "region": "x",
+        "bits": 1,
+        "sha256": "old",
+        "searched_blocks": 3,
+    }
+    manifest = {
+        "layout": CT,
+        "scheme": {"name": "w8a8"},
+        "block": [1, 0],
+        "layers": [{"layer": 0, "linears": [{"name": module, **record} for module in modules]}],
+        "head": [{"name": "lm_head", "error": 0.5}],
+    }
+    (source / "qwen_quantize.json").write_text(json.dumps(manifest))
+    plan, done = converted(source, out, "gptq", requantize=True, scheme="w4a16")
+    assert plan.requantized == set(modules)
+    found = json.loads((out / "qwen_quantize.json").read_text())
+    assert found["scheme"]["name"] == "w4a16"
+    assert found["scheme"]["activation"] is None
+    assert found["block"] == [1, 32]
+    assert found["head"] == manifest["head"]
+    tensors, linears = load_file(out / "model.safetensors"), LinearReader(open_source(out))
+    for linear in found["layers"][0]["linears"]:
+        name = linear["name"]
+        own = [
+            tensor for key, tensor in tensors.items() if key.rpartition(".")[0] == name and "bias" not in key
+        ]
+        assert linear["bits"] == 8 * sum(tensor.nbytes for tensor in own)
+        assert (linear["scheme"], linear["symmetric"]) == ("w4a16", True)
+        assert linear["error"] == done.losses[name] > 0
+        assert "searched_blocks" not in linear
+        codes = linears.read_quantized(name).codes
+        assert linear["sha256"] == hashlib.sha256(codes.numpy().tobytes()).hexdigest()
+
+
+def test_an_exact_conversion_keeps_what_was_measured(plain: Path, tmp_path: Path) -> None:
+    source, out = stored(plain, tmp_path / "source", CT, W4A16), tmp_path / "out"
+    module = "model.layers.0.mlp.up_proj"
+    record = {"name": module, "error": 1e-5, "scheme": "w4a16", "bits": 1, "sha256": "same"}
+    (source / "qwen_quantize.json").write_text(json.dumps({"layers": [{"linears": [record]}]}))
+    converted(source, out, "gptq")
+    (linear,) = json.loads((out / "qwen_quantize.json").read_text())["layers"][0]["linears"]
+    assert (linear["error"], linear["sha256"]) == (1e-5, "same")
+    assert linear["bits"] > 1
+
+
+def test_losses_survive_a_crash_between_tensors_and_journal(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of the two is durable first, a loss that is gone is measured again."""
+    source = stored(plain, tmp_path / "source", CT, SCHEMES["w8a8"])
+    opened = open_source(source)
+    plan = plan_conversion(opened, "gptq", requantize=True, scheme="w4a16")
+    whole = convert(plan, opened, Output(tmp_path / "whole"), {}, lambda *_: None)
+    for number, owner, name in ((0, Journal, "finish"), (1, OutputFolder, "sync")):
+        target, method = tmp_path / str(number), getattr(owner, name)
+
+        def stopping(*arguments: Any, method: Any = method, **named: Any) -> None:
+            method(*arguments, **named)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, stopping)
+            with pytest.raises(KeyboardInterrupt):
+                convert(plan, opened, Output(target), {}, lambda *_: None)
+        again = convert(plan, opened, Output(target, resume=True), {}, lambda *_: None)
+        assert again.losses == whole.losses
+        assert again.codes == whole.codes
+        again.folder.discard()
+    whole.folder.discard()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.embedded import calibration_text_path
 from qwen_quantize.engine.load import ModelReader
+from qwen_quantize.pipeline.mixed import MixedRequest, weigh_request
 from qwen_quantize.pipeline.plan import make_plan
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.sensitivity import StreamSolver, places
@@ -138,8 +139,9 @@ def test_fewest_bits_under_a_loss(dense: Path, text: list[str], tmp_path: Path) 
         (["--target-bits", "5", "--candidates", "w3"], "'w3' is none"),
         (["--target-bits", "5", "--candidates", "mxfp4,16"], "cannot run mxfp4"),
         (["--target-bits", "5", "--quant-method", "ue8m0"], "name what to choose from"),
-        (["--target-bits", "6", "--layout", "awq"], "layout awq"),
-        (["--target-bits", "6", "--layout", "gguf"], "name what to choose from with --candidates"),
+        (["--target-bits", "3", "--layout", "awq"], "the smallest choice (w4a16:64"),
+        (["--target-bits", "6", "--layout", "awq", "--candidates", "w4a16:32,w8a16"], "layout awq"),
+        (["--target-bits", "6", "--layout", "hif8-plain"], "layout hif8-plain"),
         (["--max-loss", "0.00001%", "--candidates", "w4a16:32,w4a16:64"], "allow that much"),
     ],
 )  # fmt: skip
@@ -185,3 +187,35 @@ def test_an_embedded_model_is_no_farther_from_its_source(model: str, tmp_path: P
     assert mixed["validation"]["kl_mean"] <= uniform["validation"]["kl_mean"]
     predicted, measured = mixed["mixed_precision"]["predicted_kl"], mixed["validation"]["kl_mean"]
     assert abs(math.log(measured / predicted)) < math.log(3)
+
+
+@pytest.mark.parametrize(
+    ("method", "layout", "left", "kept"),
+    [
+        ("rtn", "gguf", {"w4a16:64", "w4a16:128"}, {"w4a16:32", "w8a16", "16"}),
+        ("rtn", "awq", {"w4a16:32", "w4a16:128", "w8a16"}, {"w4a16:64", "16"}),
+        ("rtn", "ascend", {"w4a16:32", "w4a16:128", "w8a16"}, {"w4a16:64", "16"}),
+        ("w8a8", "ascend", {"w4a8:32", "w4a8:64", "w4a8:128"}, {"w8a8", "16"}),
+        ("rtn", "compressed-tensors", set(), {"w4a16:32", "w4a16:64", "w4a16:128", "w8a16", "16"}),
+    ],
+)
+def test_candidates_that_the_layout_cannot_hold_are_left_out(
+    dense: Path, text: list[str], method: str, layout: str, left: set[str], kept: set[str]
+) -> None:
+    recipe = Recipe(str(dense), "nvidia-h100", method, dataset=text[1], length=32, layout=layout)
+    found = weigh_request(recipe, MixedRequest(8.5, None), open_source(dense))
+    assert found.left_out.keys() == left
+    assert found.named.keys() == kept
+    assert all("layout" in why for why in found.left_out.values())
+
+
+def test_what_is_left_out_is_said(dense: Path, text: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = invoke("--model-path", dense, "--output-path", out, "--device", "nvidia-h100", "--quant-method", "rtn",
+                    "--layout", "awq", "--target-bits", "8", "--no-validate", *text)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    mixed = json.loads((out / "qwen_quantize.json").read_text())["mixed_precision"]
+    assert mixed["bits_per_weight"] <= 8
+    assert len({linear["candidate"] for linear in mixed["linears"]}) == 2
+    assert mixed["left_out"].keys() == {"w4a16:32", "w4a16:128", "w8a16"}
+    assert all(f"{name} is not chosen from: " in result.output for name in mixed["left_out"])
