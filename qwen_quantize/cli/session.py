@@ -24,7 +24,7 @@ from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.formats.kv_scheme import KvKind, parse_kv_scheme
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
 from qwen_quantize.pipeline.choices import own_assumptions
-from qwen_quantize.pipeline.kv_cache import check_kv_plan, plan_kv_cache
+from qwen_quantize.pipeline.kv_cache import check_kv_plan, looks_at_text, plan_kv_cache
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 from qwen_quantize.pipeline.run import check_token_ids, source_tokenizer
 from qwen_quantize.pipeline.texts import EvaluationTokens, evaluation_windows, load_documents
@@ -211,7 +211,7 @@ def folder_kv_plan(
                 "it, and the folder's own scheme is taken"
             )
         found = plan_kv_cache(scheme, reader, chip.profile, windows, chip.compute)
-        if windows is None or not (scheme.needs_scales or scheme.kind is KvKind.MIXED):
+        if windows is None or not looks_at_text(scheme):
             return found
         return replace(
             found, notes=(*found.notes, "what it needs to know was found on the text measured here")
