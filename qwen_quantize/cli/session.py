@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qwen_quantize.checkpoint.json_file import read_object
+from qwen_quantize.checkpoint.json_file import RECORD_BYTES, read_object
 from qwen_quantize.checkpoint.kv_side import read_kv_plan
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, resolve_arithmetic
@@ -31,7 +31,6 @@ from qwen_quantize.pipeline.texts import EvaluationTokens, evaluation_windows, l
 
 REPORT_NAME = "report.html"
 _WINDOW = 2048
-_MANIFEST_BYTES = 256 << 20  # a record of every linear of the largest models is some tens of megabytes
 
 
 def use_threads(threads: int | None) -> None:
@@ -67,7 +66,7 @@ def read_manifest(path: str) -> dict[str, Any] | None:
     file = Path(path) / MANIFEST_NAME
     if not file.is_file():
         return None
-    manifest = read_object(file, _MANIFEST_BYTES)
+    manifest = read_object(file, RECORD_BYTES)
     if not all(isinstance(manifest.get(key), dict) for key in ("tool", "chip", "request", "source")):
         raise UserError(f"{file} is no manifest of this program; remove it, or name the chip with --device")
     return manifest

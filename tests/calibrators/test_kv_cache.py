@@ -18,7 +18,7 @@ from qwen_quantize.calibrators.kv_cache import (
     shares,
     total_bits,
     unit_size,
-    units_of,
+    channel_units,
 )
 from qwen_quantize.calibrators.kv_plans import KvFindings, KvRange, uniform_plan
 from qwen_quantize.calibrators.kv_statistics import (
@@ -141,7 +141,7 @@ def test_the_price_finds_what_trying_everything_finds() -> None:
     """On a side of four units whose scales cost nothing, all 81 choices under each budget."""
     elements = tuple(KvElement(fmt) for fmt in WIDTHS)
     generator = torch.Generator().manual_seed(4)
-    units = units_of(torch.rand(3, 1, 32, generator=generator).sort(dim=0, descending=True).values, None)
+    units = channel_units(torch.rand(3, 1, 32, generator=generator).sort(dim=0, descending=True).values, None)
     side = MixedSide(0, False, 32, elements, units)
     for budget in (5.0, 8.0, 10.0, 13.0):
         (found,) = allocate([side], budget)
