@@ -20,6 +20,7 @@ DESCRIPTION_FILE = "quant_model_description.json"
 WEIGHTS_STEM = "quant_model_weights"
 MAX_DESCRIPTION_BYTES = 64_000_000  # a model of 200,000 tensors has one of some 20 MB
 FLOAT = "FLOAT"
+MX_GROUP = 32  # elements that share an exponent in the MX types
 
 _VERSION = "1.0.0"  # of the format; the one that msModelSlim writes
 _LARGEST_GROUP = 1 << 20

@@ -17,6 +17,7 @@ from torch import Tensor
 from qwen_quantize.checkpoint.ascend_description import (
     DESCRIPTION_FILE,
     FLOAT,
+    MX_GROUP,
     WEIGHTS_STEM,
     description_bytes,
     entries,
@@ -46,7 +47,6 @@ from qwen_quantize.formats.packing import pack_nibble_pairs, unpack_nibble_pairs
 from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.formats.tables import E2M1, E4M3FN, E8M0, INT4, INT8
 
-_MX_GROUP = 32
 _MX_TYPES = ("W8A8_MXFP8", "W4A8_MXFP", "W4A4_MXFP4")
 _SCALES = ("weight_scale", "weight_offset")
 _NOTES = {
@@ -241,7 +241,7 @@ class AscendLayout:
         channel = kind is GranularityKind.CHANNEL
         inputs = None if activation is None else activation.format
         found = None
-        if weight.scale_format == E8M0 and (kind, group) == (GranularityKind.GROUP, _MX_GROUP):
+        if weight.scale_format == E8M0 and (kind, group) == (GranularityKind.GROUP, MX_GROUP):
             found = {
                 (E4M3FN, E4M3FN): "W8A8_MXFP8",
                 (E2M1, E4M3FN): "W4A8_MXFP",
