@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from safetensors.torch import load_file
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.embedded import calibration_text_path
 from qwen_quantize.engine.load import ModelReader
+from qwen_quantize.pipeline.choices import LinearChoice
 from qwen_quantize.pipeline.plan import make_plan
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.sensitivity import StreamSolver, places
+from qwen_quantize.pipeline.solving import solve_group
 from qwen_quantize.pipeline.statistics_folder import read_statistics
 from tests.cli.test_resume import hashes
 from tests.pipeline.test_methods import invoke, make, run
@@ -128,6 +131,21 @@ def test_fewest_bits_under_a_loss(dense: Path, text: list[str], tmp_path: Path) 
     for mixed, most in zip(chosen, (0.03, 0.002), strict=True):
         assert mixed["predicted_rise"] <= most
     assert chosen[0]["bits_per_weight"] < chosen[1]["bits_per_weight"]
+
+
+def test_each_linear_is_solved_once_for_each_candidate(
+    dense: Path, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved: list[tuple[str, str]] = []
+
+    def counting(choice: LinearChoice, modules: Sequence[str], *rest: Any) -> Any:
+        solved.append((choice.scheme.name, modules[0]))
+        return solve_group(choice, modules, *rest)
+
+    monkeypatch.setattr("qwen_quantize.pipeline.sensitivity.solve_group", counting)
+    asked = ["--quant-method", "rtn", "--candidates", "w4a16:32,w8a16:64,16", *text]
+    quantized(dense, tmp_path / "out", *asked, "--max-loss", "1%")
+    assert len(solved) == len(set(solved)) == 2 * 2 * 4  # candidates, layers, streams
 
 
 @pytest.mark.parametrize(
