@@ -82,8 +82,8 @@ def test_importance_foretells_what_small_errors_do(keys: bool) -> None:
     exact = outputs(own, own.key, own.value)
     generator = torch.Generator().manual_seed(8)
     for head, channel in ((0, 3), (1, 20)):
-        noise = torch.zeros(200, *own.key.shape[1:])
-        noise[:, head, :, channel] = 1e-2 * torch.randn(200, own.key.shape[2], generator=generator)
+        noise = torch.zeros(4000, *own.key.shape[1:])
+        noise[:, head, :, channel] = 1e-2 * torch.randn(4000, own.key.shape[2], generator=generator)
         moved = outputs(own, own.key + noise, own.value) if keys else outputs(own, own.key, own.value + noise)
         found = float((moved - exact).square().sum(-1).mean()) / 1e-4
         assert found == pytest.approx(float(factor[head, channel]), rel=0.15)
