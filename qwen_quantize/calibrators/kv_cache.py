@@ -47,7 +47,7 @@ class ChannelUnits:
     costs: Tensor
 
 
-def units_of(damage: Tensor, pairs: int | None) -> ChannelUnits:
+def channel_units(damage: Tensor, pairs: int | None) -> ChannelUnits:
     """damage: [widths, heads, dim], what each width costs at each channel. pairs: rotated channels of a key.
 
     Within a head, pairs (or channels) are sorted by what the lowest width costs and taken in that order.
@@ -135,7 +135,7 @@ def mixed_sides(
             (False, value, seen.value_errors, seen.value_importance),
         ):
             damage = torch.stack([*(error * factor for error in errors), torch.zeros_like(factor)])
-            units = units_of(damage, rotated if keys else None)
+            units = channel_units(damage, rotated if keys else None)
             every = (*elements, KvElement(FP16))
             sides.append(MixedSide(layer, keys, factor.numel(), every, units))
     return sides

@@ -22,6 +22,7 @@ MAX_DESCRIPTION_BYTES = 64_000_000  # a model of 200,000 tensors has one of some
 FLOAT = "FLOAT"
 KV_TYPE = "C8"  # of the scales of an int8 key-value cache, and what the whole model then says of its cache
 KV_TYPE_KEYS = ("kv_cache_type", "kv_quant_type")
+MX_GROUP = 32  # elements that share an exponent in the MX types
 
 _VERSION = "1.0.0"  # of the format; the one that msModelSlim writes
 _LARGEST_GROUP = 1 << 20

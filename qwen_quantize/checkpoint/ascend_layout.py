@@ -19,6 +19,7 @@ from qwen_quantize.checkpoint.ascend_description import (
     FLOAT,
     KV_TYPE,
     KV_TYPE_KEYS,
+    MX_GROUP,
     WEIGHTS_STEM,
     description_bytes,
     entries,
@@ -48,7 +49,6 @@ from qwen_quantize.formats.packing import pack_nibble_pairs, unpack_nibble_pairs
 from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.formats.tables import E2M1, E4M3FN, E8M0, INT4, INT8
 
-_MX_GROUP = 32
 _MX_TYPES = ("W8A8_MXFP8", "W4A8_MXFP", "W4A4_MXFP4")
 _SCALES = ("weight_scale", "weight_offset")
 _NOTES = {
@@ -246,7 +246,7 @@ class AscendLayout:
         channel = kind is GranularityKind.CHANNEL
         inputs = None if activation is None else activation.format
         found = None
-        if weight.scale_format == E8M0 and (kind, group) == (GranularityKind.GROUP, _MX_GROUP):
+        if weight.scale_format == E8M0 and (kind, group) == (GranularityKind.GROUP, MX_GROUP):
             found = {
                 (E4M3FN, E4M3FN): "W8A8_MXFP8",
                 (E2M1, E4M3FN): "W4A8_MXFP",

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qwen_quantize.checkpoint.ascend_description import DESCRIPTION_FILE, FLOAT, AscendDescription
+from qwen_quantize.checkpoint.ascend_description import (
+    DESCRIPTION_FILE,
+    FLOAT,
+    MX_GROUP,
+    AscendDescription,
+)
 from qwen_quantize.checkpoint.linear_parts import (
     PLAIN_DTYPES,
     WEIGHT,
@@ -25,7 +30,6 @@ ASCEND_PARTS = (
     ".weight_scale_second", ".weight_offset_second", ".kv_cache_scale", ".kv_cache_offset",
 )  # fmt: skip
 
-_MX_GROUP = 32
 _FLOATS = ("F32", "BF16", "F16")
 _EXPONENTS = ("U8", "F8_E8M0")
 # Type -> (how the elements are stored, what inputs are cast to), one scale for 32 of both.
@@ -134,22 +138,22 @@ def _microscaled(
     stored, inputs = _MX[kind]
     packed = stored is StoredKind.MXFP4
     _need(tensors, info, ("U8", "I8") if packed else ("F8_E4M3",), kind)
-    if description.group_size not in (0, _MX_GROUP):
+    if description.group_size not in (0, MX_GROUP):
         raise tensors.fail(
             f"{DESCRIPTION_FILE} has {info.name!r} as {kind} and a group_size of {description.group_size}; the engine "
-            f"would take that for the group of all, and it is {_MX_GROUP}"
+            f"would take that for the group of all, and it is {MX_GROUP}"
         )
     shape = (found.shape[0], found.shape[1] * (2 if packed else 1))
     tensors.check_shape(shape, wanted, info.name)
-    scale = tensors.part(".weight_scale", _EXPONENTS, (shape[0], -(-shape[1] // _MX_GROUP)), info)
+    scale = tensors.part(".weight_scale", _EXPONENTS, (shape[0], -(-shape[1] // MX_GROUP)), info)
     return replace(
         found,
         kind=stored,
         shape=shape,
         parts=(info.name, scale.name),
         scale=scale.name,
-        group_size=_MX_GROUP,
-        activation=ActivationForm(inputs, Granularity.group(_MX_GROUP), E8M0, dynamic=True),
+        group_size=MX_GROUP,
+        activation=ActivationForm(inputs, Granularity.group(MX_GROUP), E8M0, dynamic=True),
     )
 
 

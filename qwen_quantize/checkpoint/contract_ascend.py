@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from qwen_quantize.checkpoint.contract_folder import DESCRIPTION, ModelFolder, shown_json
+from qwen_quantize.checkpoint.ascend_description import DESCRIPTION_FILE as DESCRIPTION
+from qwen_quantize.checkpoint.ascend_description import FLOAT, MX_GROUP
+from qwen_quantize.checkpoint.ascend_packing import scale_bias_columns
+from qwen_quantize.checkpoint.contract_folder import ModelFolder, shown_json
 from qwen_quantize.checkpoint.contract_linear import PLAIN, CheckedLinear, LayoutCheck, ModuleParts
 from qwen_quantize.checkpoint.finding import Severity
 
-FLOAT = "FLOAT"
-_MX_GROUP = 32
 _WIDEST = 65_535  # the last dimensions that npu_quant_matmul takes
 
 
@@ -60,8 +61,6 @@ _OTHER_TYPES = frozenset(
 )  # fmt: skip
 _INPUT_PARTS = ("input_scale", "input_offset")
 _KV_PARTS = ("kv_cache_scale", "kv_cache_offset")
-# Linears whose K is split in 16 for scale_bias, so that shards can sum their own share.
-_ROW_PARALLEL = ("o_proj", "down_proj", "w2")
 _DTYPES = {"torch.float16": "float16", "torch.bfloat16": "bfloat16"}
 
 
@@ -171,15 +170,15 @@ def _check_parts(parts: ModuleParts, kind: str, record: AscendType, folder: Mode
     assert weight is not None
     rows, columns = weight.shape[0] * record.packed[0], weight.shape[1] * record.packed[1]
     if record.mx:
-        if columns % _MX_GROUP:
+        if columns % MX_GROUP:
             parts.check.add(
                 weight.name,
                 "group-partial",
-                f"groups of {_MX_GROUP} do not divide {columns} input features; npu_dynamic_mx_quant takes whole "
+                f"groups of {MX_GROUP} do not divide {columns} input features; npu_dynamic_mx_quant takes whole "
                 "ones",
                 "leave the linear FLOAT",
             )
-        scale = parts.part("weight_scale", ("U8",), [(rows, -(-columns // _MX_GROUP))])
+        scale = parts.part("weight_scale", ("U8",), [(rows, -(-columns // MX_GROUP))])
         if scale is not None:
             parts.exponents("weight_scale")
     elif record.scaled and parts.part("weight_scale", ("F32",), [(rows, 1)]) is not None:
@@ -187,9 +186,7 @@ def _check_parts(parts: ModuleParts, kind: str, record: AscendType, folder: Mode
     if record.offset and parts.part("weight_offset", ("F32",), [(rows, 1)], rule="offset") is not None:
         _require_zero(parts, "weight_offset")
     if record.bias:
-        last = parts.module.rpartition(".")[2]
-        shares = 16 if last in _ROW_PARALLEL else 1
-        parts.part("scale_bias", ("F32",), [(rows, shares)], rule="scale-bias")
+        parts.part("scale_bias", ("F32",), [(rows, scale_bias_columns(parts.module))], rule="scale-bias")
     if record.static:
         _check_static(parts, rows, folder)
     if record.weight == "I8" and record.packed == (1, 1) and kind.startswith("W4"):
@@ -206,8 +203,8 @@ def _check_parts(parts: ModuleParts, kind: str, record: AscendType, folder: Mode
             parts.module,
             f"ascend {kind}",
             (rows, columns),
-            region=(record.packed[0], _MX_GROUP if record.mx else 1),
-            group=_MX_GROUP if record.mx else 0,
+            region=(record.packed[0], MX_GROUP if record.mx else 1),
+            group=MX_GROUP if record.mx else 0,
             casts_inputs="A16" not in kind,
             form=kind,
         )
@@ -291,7 +288,7 @@ def _check_nibbles(parts: ModuleParts) -> None:
 
 def _check_globals(settings: Mapping[str, Any], kinds: set[str], check: LayoutCheck) -> None:
     size = settings.get("group_size")
-    if any(kind in TYPES and TYPES[kind].mx for kind in kinds) and size not in (None, _MX_GROUP):
+    if any(kind in TYPES and TYPES[kind].mx for kind in kinds) and size not in (None, MX_GROUP):
         check.add(
             DESCRIPTION,
             "group-size",

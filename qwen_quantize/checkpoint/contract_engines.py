@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from qwen_quantize.checkpoint.contract_ascend import TYPES
+
 
 @dataclass(frozen=True, slots=True)
 class Reads:
@@ -55,17 +57,13 @@ _COMPRESSED = (
     "nvfp4",
 )  # fmt: skip
 _ASCEND_ONLY = "only vllm-ascend and SGLang on Ascend read quant_model_description.json"
-_ASCEND_KINDS = (
-    "W8A8", "W8A8_DYNAMIC", "W8A8_MIX", "W8A16", "W4A8_DYNAMIC", "W4A4_DYNAMIC", "W4A4_FLATQUANT_DYNAMIC",
-    "WFP8AFP8_DYNAMIC", "W8A8_MXFP8", "W4A8_MXFP", "W4A4_MXFP4",
-)  # fmt: skip
 
 
 def _refusing(kinds: tuple[str, ...], why: str) -> dict[str, str]:
     return dict.fromkeys(kinds, why)
 
 
-_ALL_ASCEND = tuple(f"ascend {kind}" for kind in _ASCEND_KINDS)
+_ALL_ASCEND = tuple(f"ascend {kind}" for kind in TYPES)
 _GPUS = (
     "nvidia",
     "amd",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qwen_quantize.checkpoint.ascend_description import DESCRIPTION_FILE as DESCRIPTION
 from qwen_quantize.checkpoint.finding import Finding, warning
 from qwen_quantize.checkpoint.json_file import read_object
 from qwen_quantize.checkpoint.local_files import contained_file, is_plain_name
@@ -22,7 +23,6 @@ from qwen_quantize.checkpoint.safetensors_header import StoredTensor, read_heade
 from qwen_quantize.checkpoint.tensor_info import DTYPES, TensorInfo, torch_shape
 from qwen_quantize.errors import UserError
 
-DESCRIPTION = "quant_model_description.json"
 # The weights in one file, and the index of several, as Hugging Face's and as Ascend's tools name them.
 WEIGHT_NAMES = {
     "model.safetensors": "model.safetensors.index.json",

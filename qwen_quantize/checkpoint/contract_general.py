@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qwen_quantize.checkpoint.contract_folder import DESCRIPTION, ModelFolder, shown_json
+from qwen_quantize.checkpoint.ascend_description import DESCRIPTION_FILE as DESCRIPTION
+from qwen_quantize.checkpoint.contract_folder import ModelFolder, shown_json
 from qwen_quantize.checkpoint.contract_linear import PLAIN, LayoutCheck, ModuleParts
 from qwen_quantize.checkpoint.finding import Finding, Severity, warning
 from qwen_quantize.models.fusion import fusion_of, product_of

@@ -20,6 +20,7 @@ from qwen_quantize.checkpoint.layout_parts import (
     check_parts,
     read_scale,
     refuse_partial_groups,
+    scheme_words,
     stored_scale,
 )
 from qwen_quantize.checkpoint.shards import OutputTensor
@@ -96,13 +97,10 @@ class GgufLayout(UsualFolder):
             for kind, spec in BLOCK_SPECS.items():
                 if (weight.format, weight.scale_format) == (spec.format, spec.scale_format):
                     return kind
-        zero = "" if weight.symmetric else " and zero points"
-        inputs = "" if scheme.activation is None else f" and {scheme.activation.format.name} inputs"
         raise UserError(
             f"layout {self.name} holds symmetric INT4 or INT8 with FP16 scales and E2M1 with power-of-two scales, each "
-            f"for {GROUP} of a row, and leaves inputs as they are; scheme {scheme.name} has {weight.format.name} with "
-            f"{weight.scale_format.name} scales {weight.granularity.describe()}{zero}{inputs}; take w4a16, w8a16 or "
-            "mxfp4, or another --layout"
+            f"for {GROUP} of a row, and leaves inputs as they are; scheme {scheme.name} has "
+            f"{scheme_words(scheme)}; take w4a16, w8a16 or mxfp4, or another --layout"
         )
 
     def kept_dtype(self, name: str, dtype: str, shape: Sequence[int]) -> str:

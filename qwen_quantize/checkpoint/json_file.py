@@ -8,6 +8,9 @@ from typing import Any
 
 from qwen_quantize.errors import UserError
 
+# Of a manifest or another record of a result: one of every linear of the largest models is some tens of megabytes.
+RECORD_BYTES = 256 << 20
+
 
 def parse_object(data: bytes, what: str, *, allow_infinite: bool = False) -> dict[str, Any]:
     """A JSON object; UserError that begins with `what` for anything else, duplicate keys included.

@@ -164,3 +164,11 @@ def require_half_scales(layout: str, weight: TensorSpec) -> None:
         raise UserError(
             f"layout {layout} stores its scales in FP16, not in {weight.scale_format.name}; choose another --layout"
         )
+
+
+def scheme_words(scheme: Scheme) -> str:
+    """What a scheme stores of a linear, for a layout that cannot hold it."""
+    weight = scheme.weight
+    zero = "" if weight.symmetric else " and zero points"
+    inputs = "" if scheme.activation is None else f" and {scheme.activation.format.name} inputs"
+    return f"{weight.format.name} with {weight.scale_format.name} scales {weight.granularity.describe()}{zero}{inputs}"

@@ -22,6 +22,7 @@ from qwen_quantize.checkpoint.layout_parts import (
     check_parts,
     one_scheme,
     read_scale,
+    scheme_words,
     stored_scale,
 )
 from qwen_quantize.checkpoint.mx_oss_layout import MX_OSS
@@ -165,8 +166,8 @@ class BlockLayout(UsualFolder):
         tiled = kind in (GranularityKind.BLOCK, GranularityKind.GROUP)
         if weight.format != E4M3FN or weight.scale_format not in (E8M0, FP32) or not tiled:
             raise UserError(
-                f"layout {self.name} holds FP8 blocks with power-of-two or FP32 scales, not {weight.format.name} with "
-                f"{weight.scale_format.name} scales for each {kind} (scheme {scheme.name}); choose another --layout"
+                f"layout {self.name} holds FP8 blocks with power-of-two or FP32 scales, not {scheme_words(scheme)} "
+                f"(scheme {scheme.name}); choose another --layout"
             )
         if scheme.activation is None:
             raise UserError(

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -362,3 +363,20 @@ def _record_entry(line: bytes) -> tuple[str, str] | None:
         return None
     ((kind, name),) = entry.items()
     return (kind, name) if kind in ("tensor", "file") and isinstance(name, str) else None
+
+
+@contextmanager
+def filling(folder: OutputFolder) -> Iterator[None]:
+    """A block that writes into the folder. When it fails, what a resumed run goes on from stays, and nothing else.
+
+    A UserError of a fresh run removes all: after it, the target is as it was.
+    """
+    try:
+        yield
+    except BaseException as error:
+        resumable = isinstance(error, ResumableError) or not isinstance(error, UserError)
+        if folder.resumed or resumable:
+            folder.close()  # finished work is worth more than a tidy folder
+        else:
+            folder.discard()
+        raise

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from qwen_quantize.cli.guard import guard
+from qwen_quantize.cli.options import Json
 
 
 def check_command(
@@ -32,9 +33,7 @@ def check_command(
             help="Read every weight for NaN codes (default: the first GiB), and hold it against the manifest.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")
-    ] = False,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No table, only the exit code.")] = False,
 ) -> None:
     """Whether an engine will load the folder, tensor by tensor. Exit code 1: there are findings."""

@@ -15,6 +15,7 @@ from qwen_quantize.chip_profiles.sources import source_table
 from qwen_quantize.chip_profiles.standing import standing
 from qwen_quantize.cli.console import Speaker
 from qwen_quantize.cli.guard import guard
+from qwen_quantize.cli.options import Driver, Firmware, Json, Toolkit
 
 chips_app = typer.Typer(
     help="What is known of each chip, and from where.",
@@ -23,11 +24,7 @@ chips_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")]
 Claims = Annotated[bool, typer.Option("--with-claims", help="Lay the trade-press claims over the profiles.")]
-Firmware = Annotated[str | None, typer.Option("--firmware", help="Firmware version of the chip.")]
-Driver = Annotated[str | None, typer.Option("--driver", help="Driver version of the chip.")]
-Toolkit = Annotated[str | None, typer.Option("--toolkit", help="Toolkit version (CANN, MUSA, ...).")]
 _MATRIX_COLUMNS = (("FP8", ("e4m3fn", "e4m3fnuz")), ("INT8", ("int8",)), ("INT4", ("int4",)))
 
 

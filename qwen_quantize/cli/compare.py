@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from qwen_quantize.checkpoint.json_file import read_object
+from qwen_quantize.checkpoint.json_file import RECORD_BYTES, read_object
 from qwen_quantize.checkpoint.safetensors_header import read_header
 from qwen_quantize.cli.console import Speaker
 from qwen_quantize.cli.session import read_manifest
@@ -29,10 +29,6 @@ from qwen_quantize.report.compare import (
 from qwen_quantize.report.compare_page import render_comparison
 from qwen_quantize.report.compare_rows import Document, Kind, Recorded, kind_of, rows_of
 from qwen_quantize.report.record import read_manifest as checked_manifest
-
-_LARGEST_BYTES = (
-    256 << 20
-)  # of a file with a result; a manifest of the largest models is some tens of megabytes
 
 
 def run_compare(runs: Sequence[Path], by: str, html: Path | None, *, as_json: bool) -> None:
@@ -86,7 +82,7 @@ def _read(runs: Sequence[Path]) -> tuple[list[Document], list[Recorded]]:
         elif run.name == MANIFEST_NAME:
             documents.append(_folder(run.parent))
         else:
-            record = read_object(run, _LARGEST_BYTES)
+            record = read_object(run, RECORD_BYTES)
             kind = kind_of(record, str(run))
             key = "output_path" if kind is Kind.QUANTIZE else "model"
             model = (

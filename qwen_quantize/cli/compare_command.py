@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from qwen_quantize.cli.guard import guard
+from qwen_quantize.cli.options import Json
 
 
 def compare_command(
@@ -24,9 +25,7 @@ def compare_command(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write the comparison with its plot as one page.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Results side by side. Exit code 1 where accuracy decides and was not measured alike."""
     with guard(as_json):

@@ -12,12 +12,13 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 import qwen_quantize
 from qwen_quantize.cli.guard import guard
+from qwen_quantize.cli.options import Json
 
 # As in pyproject.toml, which a test compares: what is installed may have been put there by other means than pip.
 _NEEDED = {
@@ -40,7 +41,7 @@ _PREFIXES = ("cuda", *_PLUGINS)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Observation:
     """One thing that was looked at. needed: the main job cannot run without it; remedy: what to do, or ""."""
 
     name: str
@@ -61,9 +62,7 @@ class Device:
 
 
 def doctor_command(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Versions, kernels, devices, room, and what is missing. Exit code 1: the main job cannot run here."""
     with guard(as_json):
@@ -90,17 +89,19 @@ def doctor_command(
             raise typer.Exit(1)
 
 
-def found_packages() -> list[Finding]:
+def found_packages() -> list[Observation]:
     """Python and every package that the program cannot do without, by what is installed; nothing is imported."""
     found = [
-        Finding(
+        Observation(
             "python", platform.python_version(), sys.version_info >= (3, 11), True, "use Python 3.11 or newer"
         )
     ]
     for name, least in _NEEDED.items():
         version = _version(name)
         good = version is not None and _numbers(version) >= _numbers(least)
-        found.append(Finding(name, version or "not installed", good, True, f'pip install "{name}>={least}"'))
+        found.append(
+            Observation(name, version or "not installed", good, True, f'pip install "{name}>={least}"')
+        )
     return found
 
 
@@ -117,7 +118,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _kernels(packages: list[Finding]) -> list[Finding]:
+def _kernels(packages: list[Observation]) -> list[Observation]:
     """The C kernels of each room, which are built here if they were not; results are the same without them."""
     if not all(it.good for it in packages if it.name in ("torch", "numpy")):
         return []
@@ -125,16 +126,18 @@ def _kernels(packages: list[Finding]) -> list[Finding]:
 
     room = Path(qwen_quantize.__file__).parent
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    found = [Finding("C compiler", compiler or "none", compiler is not None, remedy="install gcc or clang")]
+    found = [
+        Observation("C compiler", compiler or "none", compiler is not None, remedy="install gcc or clang")
+    ]
     for source in sorted(room.glob("*/*.c")):
         status = native_status(source)
         good = status == "native"
         remedy = "until then slower torch code computes the same results"
-        found.append(Finding(f"kernels of {source.relative_to(room)}", status, good, remedy=remedy))
+        found.append(Observation(f"kernels of {source.relative_to(room)}", status, good, remedy=remedy))
     return found
 
 
-def _room() -> list[Finding]:
+def _room() -> list[Observation]:
     from qwen_quantize.report.numbers import human_bytes
 
     memory, free = memory_bytes(), shutil.disk_usage(Path.cwd()).free
@@ -142,12 +145,14 @@ def _room() -> list[Finding]:
     enough = memory is None or memory >= _SMALL_MEMORY
     plan = "give --max-memory, and see --dry-run for what a model needs"
     return [
-        Finding("processors", str(_processors()), True),
-        Finding(
+        Observation("processors", str(_processors()), True),
+        Observation(
             "memory available", "not known" if memory is None else human_bytes(memory), enough, remedy=plan
         ),
-        Finding("disk free here", human_bytes(free), free >= _SMALL_DISK, remedy="write to a larger disk"),
-        Finding(
+        Observation(
+            "disk free here", human_bytes(free), free >= _SMALL_DISK, remedy="write to a larger disk"
+        ),
+        Observation(
             "disk free for temporary files", human_bytes(scratch), scratch >= _SMALL_DISK, remedy="set TMPDIR"
         ),
     ]
@@ -166,7 +171,7 @@ def memory_bytes() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def _extras() -> list[Finding]:
+def _extras() -> list[Observation]:
     extras = (
         ("datasets", "to calibrate on data sets of the hub"),
         ("compressed-tensors", "to load that layout in transformers"),
@@ -176,7 +181,7 @@ def _extras() -> list[Finding]:
     for name, use in extras:
         version = _version(name)
         words = f"{version or 'not installed'} ({use})"
-        found.append(Finding(name, words, version is not None, remedy=f"pip install {name}"))
+        found.append(Observation(name, words, version is not None, remedy=f"pip install {name}"))
     return found
 
 
@@ -234,7 +239,7 @@ def chip_named(title: str) -> str:
     return longest[0] if len(longest) == 1 else "unknown"
 
 
-def _say(speaker: Any, findings: list[Finding], devices: list[Device], able: bool) -> None:
+def _say(speaker: Any, findings: list[Observation], devices: list[Device], able: bool) -> None:
     speaker.say(f"qwen_quantize {qwen_quantize.__version__} on {platform.platform()}")
     for it in findings:
         mark = "ok" if it.good else "MISSING" if it.needed else "less"

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from qwen_quantize.cli.guard import guard
+from qwen_quantize.cli.options import Json
 from qwen_quantize.errors import UserError
 
 _MODEL = "models/out"
@@ -88,9 +89,7 @@ def init_ci_command(
         Path | None, typer.Option("--output", help="File to write (default: where the service looks).")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Write a pipeline that probes, compares, evaluates, gates and, on demand, quantizes again."""
     with guard(as_json):
@@ -146,13 +145,13 @@ def device_of(model: str) -> str:
 
     UserError for a chip of a family that no torch device is known of.
     """
-    from qwen_quantize.checkpoint.json_file import read_object
+    from qwen_quantize.checkpoint.json_file import RECORD_BYTES, read_object
     from qwen_quantize.chip_profiles.loader import chip_names
 
     manifest = Path(model) / "qwen_quantize.json"
     if not manifest.is_file():
         return _DEVICE
-    chip = read_object(manifest, 256 << 20).get("chip")
+    chip = read_object(manifest, RECORD_BYTES).get("chip")
     name = chip.get("name") if isinstance(chip, dict) else None
     family = next((it.family for it in chip_names() if it.name == name), None)
     if family not in _DEVICES:

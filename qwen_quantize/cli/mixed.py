@@ -12,7 +12,8 @@ from qwen_quantize.errors import UserError
 if TYPE_CHECKING:
     from qwen_quantize.checkpoint.source import CheckpointSource
     from qwen_quantize.cli.console import Speaker
-    from qwen_quantize.pipeline.mixed import MixedChoice, MixedRequest
+    from qwen_quantize.pipeline.choosable import MixedRequest
+    from qwen_quantize.pipeline.mixed import MixedChoice
     from qwen_quantize.pipeline.recipe import Recipe
 
 
@@ -20,7 +21,7 @@ def mixed_request(
     target_bits: float | None, max_loss: str | None, candidates: str | None
 ) -> MixedRequest | None:
     """What --target-bits, --max-loss and --candidates ask for; None where they do not."""
-    from qwen_quantize.pipeline.mixed import MixedRequest
+    from qwen_quantize.pipeline.choosable import MixedRequest
 
     if target_bits is None and max_loss is None:
         if candidates is not None:
@@ -55,20 +56,21 @@ def choose(
 ) -> MixedChoice:
     """Weigh the candidates on statistics that are collected now, in a folder beside the target, or were before."""
     from qwen_quantize.engine.load import ModelReader
+    from qwen_quantize.pipeline.choosable import weigh_request
     from qwen_quantize.pipeline.collect import collect
-    from qwen_quantize.pipeline.mixed import choose_mixed, weigh_request
+    from qwen_quantize.pipeline.mixed import MixedText, choose_mixed
     from qwen_quantize.pipeline.recipe import Output
     from qwen_quantize.pipeline.run import read_calibration
     from qwen_quantize.pipeline.statistics_folder import read_statistics
 
-    candidates = weigh_request(recipe, request, source)
-    for name, why in candidates.left_out.items():
+    choosable = weigh_request(recipe, request, source)
+    for name, why in choosable.left_out.items():
         speaker.say(f"note: {name} is not chosen from: {why}")
     reader = ModelReader(source)
     if recipe.statistics is not None:
         folder = read_statistics(recipe.statistics)
         with speaker.progress("choose") as progress:
-            return choose_mixed(recipe, request, candidates, reader, folder, None, progress)
+            return choose_mixed(recipe, request, choosable, reader, folder, None, progress)
     calibration = read_calibration(recipe, reader)
     assert calibration is not None
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +78,8 @@ def choose(
         with speaker.progress("collect") as progress:
             folder = collect(recipe, reader, Output(Path(name) / "statistics"), progress)
         with speaker.progress("choose") as progress:
-            return choose_mixed(recipe, request, candidates, reader, folder, calibration.tokens, progress)
+            text = MixedText(calibration.tokens, Path(name) / "solved")
+            return choose_mixed(recipe, request, choosable, reader, folder, text, progress)
 
 
 def mixed_lines(record: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from qwen_quantize.cli.guard import guard
+from qwen_quantize.cli.options import Json, Quiet, Threads
 
 
 def probe_command(
@@ -27,13 +28,9 @@ def probe_command(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer products and a smaller corpus.")] = False,
     with_claims: Annotated[bool, typer.Option("--with-claims", help="Use trade-press claims.")] = False,
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="CPU threads (default: torch's).")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")] = False,
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Find out how a device rounds, saturates and adds up, through ordinary torch calls."""
     with guard(as_json):

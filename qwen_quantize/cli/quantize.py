@@ -28,11 +28,12 @@ from qwen_quantize.eval.compare import HEAD_BATCH_BYTES
 from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.pipeline.choices import LinearChoice
+from qwen_quantize.pipeline.choosable import MixedRequest
 from qwen_quantize.pipeline.kv_cache import kv_context, kv_lines, kv_record
 from qwen_quantize.pipeline.kv_write import write_kv_cache
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME, build_manifest
 from qwen_quantize.pipeline.memory import validation_memory
-from qwen_quantize.pipeline.mixed import MixedChoice, MixedRequest
+from qwen_quantize.pipeline.mixed import MixedChoice
 from qwen_quantize.pipeline.plan import Plan, make_plan
 from qwen_quantize.pipeline.recipe import Output, Recipe
 from qwen_quantize.pipeline.run import StagedRun, quantize
@@ -109,6 +110,8 @@ def run_quantize(
         for line in mixed_lines(choice.record):
             speaker.say(line)
     plan = with_validation(make_plan(recipe, source), validation)
+    if choice is not None:
+        plan = replace(plan, peak_memory_bytes=max(plan.peak_memory_bytes, choice.peak_memory_bytes))
     for line in plan_lines(plan):
         speaker.say(line)
     if dry_run:
@@ -183,6 +186,7 @@ def with_validation(plan: Plan, validation: Validation) -> Plan:
         validation.tokens,
         HEAD_BATCH_BYTES,
         prepared=any(choice.arithmetic.accumulator.narrow for choice in plan.distinct_choices),
+        cached=plan.kv_scheme is not None,
     )
     ceiling = plan.recipe.max_memory
     if ceiling is not None and needed > ceiling:

@@ -9,7 +9,7 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
 
-from qwen_quantize.checkpoint.json_file import read_object
+from qwen_quantize.checkpoint.json_file import RECORD_BYTES, read_object
 from qwen_quantize.chip_profiles.arithmetic import ASSUMABLE, Arithmetic, resolve_arithmetic
 from qwen_quantize.chip_profiles.behaviour import Behaviour, behaviour_of, read_behaviour
 from qwen_quantize.chip_profiles.devices import members_of, resolve_device
@@ -21,7 +21,6 @@ from qwen_quantize.eval.recording import RecordedRun, read_run
 from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 
-_MANIFEST_BYTES = 256 << 20
 _FINGERPRINT_BYTES = 16 << 20
 _FACTS = ("casts", "matmul")  # keys of a profile's arithmetic, which an arithmetic by fields has not
 _LONGEST_VALUE = 200  # characters of one field of an arithmetic
@@ -53,11 +52,11 @@ def read_side(text: str, scheme: Scheme, assumed: Mapping[str, str], with_claims
         fields = _checked_fields(about.arithmetic, text, scheme)
         return Side(text, fields, _device(about.chip, about.versions), about.with_claims, run)
     if (path / MANIFEST_NAME).is_file():
-        return side_of_record(read_object(path / MANIFEST_NAME, _MANIFEST_BYTES), text, scheme)
+        return side_of_record(read_object(path / MANIFEST_NAME, RECORD_BYTES), text, scheme)
     if path.is_dir() and not _is_device(text):
         raise UserError(f"{text} holds no {MANIFEST_NAME}; name a folder that this program wrote, or a chip")
     if path.suffix == ".json":
-        return side_of_record(read_object(path, _MANIFEST_BYTES), text, scheme)
+        return side_of_record(read_object(path, RECORD_BYTES), text, scheme)
     if path.suffix == ".toml" and path.is_file():
         tables = _toml(path)
         if not _is_layer(tables, text) and (

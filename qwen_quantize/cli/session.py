@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qwen_quantize.checkpoint.json_file import read_object
+from qwen_quantize.checkpoint.json_file import RECORD_BYTES, read_object
 from qwen_quantize.checkpoint.kv_channels import channel_kv_plan
 from qwen_quantize.checkpoint.kv_side import read_kv_plan
 from qwen_quantize.checkpoint.source import open_source
@@ -25,14 +25,13 @@ from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.formats.kv_scheme import KvKind, parse_kv_scheme
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
 from qwen_quantize.pipeline.choices import own_assumptions
-from qwen_quantize.pipeline.kv_cache import check_kv_plan, plan_kv_cache
+from qwen_quantize.pipeline.kv_cache import check_kv_plan, looks_at_text, plan_kv_cache
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
 from qwen_quantize.pipeline.run import check_token_ids, source_tokenizer
 from qwen_quantize.pipeline.texts import EvaluationTokens, evaluation_windows, load_documents
 
 REPORT_NAME = "report.html"
 _WINDOW = 2048
-_MANIFEST_BYTES = 256 << 20  # a record of every linear of the largest models is some tens of megabytes
 
 
 def use_threads(threads: int | None) -> None:
@@ -68,7 +67,7 @@ def read_manifest(path: str) -> dict[str, Any] | None:
     file = Path(path) / MANIFEST_NAME
     if not file.is_file():
         return None
-    manifest = read_object(file, _MANIFEST_BYTES)
+    manifest = read_object(file, RECORD_BYTES)
     if not all(isinstance(manifest.get(key), dict) for key in ("tool", "chip", "request", "source")):
         raise UserError(f"{file} is no manifest of this program; remove it, or name the chip with --device")
     return manifest
@@ -212,7 +211,7 @@ def folder_kv_plan(
                 "it, and the folder's own scheme is taken"
             )
         found = plan_kv_cache(scheme, reader, chip.profile, windows, chip.compute)
-        if windows is None or not (scheme.needs_scales or scheme.kind is KvKind.MIXED):
+        if windows is None or not looks_at_text(scheme):
             return found
         return replace(
             found, notes=(*found.notes, "what it needs to know was found on the text measured here")

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qwen_quantize.cli.guard import guard
+from qwen_quantize.cli.options import Json, Quiet
 
 if TYPE_CHECKING:
     from qwen_quantize.pipeline.recipe import Recipe
     from qwen_quantize.pipeline.statistics_folder import StatisticsFolder
 
 statistics_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, words on stderr.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")]
 
 
 def run_collect(

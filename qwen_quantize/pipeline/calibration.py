@@ -15,7 +15,7 @@ from qwen_quantize.calibrators.output_gain import SAMPLE_TOKENS
 from qwen_quantize.checkpoint.writer import OutputFolder
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.models.blueprint import Blueprint, LinearSite
-from qwen_quantize.pipeline.hidden import HiddenStates
+from qwen_quantize.pipeline.hidden import HiddenStates, window_ranges
 from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.memory import moment_ranges
 from qwen_quantize.pipeline.plan import Plan
@@ -50,10 +50,6 @@ class ObservedRun(Protocol):
     def observer(self, features: int, batch: Batch, module: str, /) -> InputObserver:
         """A new observer of the stream that `module` reads; `batch` will hold the tokens of each call."""
         ...
-
-
-def window_ranges(windows: int, step: int) -> list[tuple[int, int]]:
-    return [(begin, min(begin + step, windows)) for begin in range(0, windows, step)]
 
 
 @dataclass(frozen=True, slots=True)

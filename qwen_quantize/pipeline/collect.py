@@ -28,7 +28,7 @@ from qwen_quantize.errors import ResumableError, UserError
 from qwen_quantize.formats.kernel_calls import native_library
 from qwen_quantize.models.blueprint import Blueprint, Half, Stream
 from qwen_quantize.models.lookup import architecture_of
-from qwen_quantize.pipeline.calibration import Batch, window_ranges
+from qwen_quantize.pipeline.calibration import Batch
 from qwen_quantize.pipeline.expert_stream import (
     expert_unit,
     observe_everyone,
@@ -37,7 +37,7 @@ from qwen_quantize.pipeline.expert_stream import (
     spread_tokens,
     write_without_experts,
 )
-from qwen_quantize.pipeline.hidden import HiddenStates, HiddenWriter
+from qwen_quantize.pipeline.hidden import HiddenStates, HiddenWriter, window_ranges
 from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.memory import MemoryPlan, moment_ranges, plan_memory
 from qwen_quantize.pipeline.recipe import Output, Recipe

@@ -7,7 +7,7 @@ what that costs is measured. What was written is read back and held against the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,7 +43,14 @@ from qwen_quantize.pipeline.kv_tensors import (
     reads_channel_scales,
     reads_kv_scales,
 )
-from qwen_quantize.pipeline.tensors import Action, TensorPlan, float_dtype, kept_dtype_in, module_of
+from qwen_quantize.pipeline.tensors import (
+    Action,
+    TensorPlan,
+    float_dtype,
+    kept_dtype_in,
+    kept_matrices,
+    module_of,
+)
 
 _SCALE_FORMATS: dict[str, Format] = {
     "F16": FP16, "BF16": BF16, "F32": FP32, "U8": E8M0, "F8_E8M0": E8M0, "F8_E4M3": E4M3FN,
@@ -178,7 +185,8 @@ def plan_conversion(
             )
         again = _requantized_scheme(layout, scheme, stored, shapes)
         schemes = {module: schemes.get(module, again) for module in modules}
-    kept = _kept(source, modules)
+    tensors = _tensors(stored, layout, modules, schemes, shapes)
+    kept = _kept(source, modules, tensors)
     try:
         layout.quantization_config(schemes, kept)
     except UserError:
@@ -186,7 +194,7 @@ def plan_conversion(
             raise
         reasons = dict.fromkeys(modules, "")  # one scheme for all, so all are quantized again
         schemes = dict.fromkeys(modules, again)
-    tensors = _tensors(stored, layout, modules, schemes, shapes)
+        tensors = _tensors(stored, layout, modules, schemes, shapes)
     return Conversion(
         layout=layout,
         schemes=schemes,
@@ -292,20 +300,14 @@ def _bits(stored: StoredCodes, module: str) -> int:
     return 4 if kind in (StoredKind.INT4, StoredKind.AWQ, StoredKind.MXFP4, StoredKind.NVFP4) else 8
 
 
-def _kept(source: CheckpointSource, modules: Mapping[str, str]) -> tuple[str, ...]:
+def _kept(
+    source: CheckpointSource, modules: Mapping[str, str], tensors: Sequence[TensorPlan]
+) -> tuple[str, ...]:
     """Modules with a matrix that stays, which a reader may take for a linear; the head too where it is tied."""
     blueprint = find_blueprint(source.config)
     head = [] if blueprint is None else [blueprint.family.head.removesuffix(".weight")]
-    companions = LinearReader(source).companions()
-    matrices = [
-        name.removesuffix(".weight")
-        for name in source.names()
-        if name.endswith(".weight")
-        and name not in companions
-        and len(source.info(name).shape) == 2
-        and "embed" not in name
-    ]
-    return tuple(module for module in dict.fromkeys((*head, *matrices)) if module not in modules)
+    found = dict.fromkeys((*head, *kept_matrices(tensors)))
+    return tuple(module for module in found if module not in modules)
 
 
 def _tensors(

@@ -16,13 +16,13 @@ from torch import Tensor
 import qwen_quantize
 from qwen_quantize.checkpoint.compressed_tensors import CompressedTensorsLayout
 from qwen_quantize.checkpoint.gguf_layout import GgufLayout
-from qwen_quantize.checkpoint.json_file import read_object
+from qwen_quantize.checkpoint.json_file import RECORD_BYTES, read_object
 from qwen_quantize.checkpoint.kv_side import KV_FILE, compressed_kv_scheme, engine_scales, read_kv_plan
 from qwen_quantize.checkpoint.layouts import LAYOUTS
 from qwen_quantize.checkpoint.source import CheckpointSource, open_source
 from qwen_quantize.checkpoint.tensor_info import DTYPES
-from qwen_quantize.checkpoint.writer import OutputFolder, require_free_space
-from qwen_quantize.errors import ResumableError, UserError
+from qwen_quantize.checkpoint.writer import OutputFolder, filling, require_free_space
+from qwen_quantize.errors import UserError
 from qwen_quantize.formats.activation_form import ActivationForm
 from qwen_quantize.formats.schemes import Scheme
 from qwen_quantize.models.lookup import architecture_of
@@ -41,7 +41,6 @@ from qwen_quantize.pipeline.recipe import Output
 from qwen_quantize.pipeline.records import EXACT_DB
 from qwen_quantize.pipeline.tensors import Action
 
-_MANIFEST_BYTES = 256 << 20
 _ROWS = 4096  # of a kept tensor that are copied together
 _SYNC_LINEARS = 64
 
@@ -79,7 +78,7 @@ def convert(
     if not output.resume:
         require_free_space(output.path.parent, sum(file.nbytes for file in files.shards))
     folder = files.open(output.path, resume=output.resume, overwrite=output.overwrite)
-    try:
+    with filling(folder):
         journal = Journal(
             folder.staging / "journal.jsonl",
             {"version": qwen_quantize.__version__, "request": dict(request), "source": source.fingerprint()},
@@ -97,18 +96,6 @@ def convert(
         folder.sync()
         folder.write_index()
         changed = _verify(conversion, StoredCodes(source), StoredCodes(open_source(folder.staging)), progress)
-    except ResumableError:
-        folder.close()
-        raise
-    except UserError:
-        if folder.resumed:
-            folder.close()
-        else:
-            folder.discard()
-        raise
-    except BaseException:
-        folder.close()
-        raise
     return Converted(folder, losses, hashes, changed)
 
 
@@ -251,7 +238,7 @@ def conversion_manifest(
     own = _folder_of(source) / MANIFEST_NAME
     data = own.read_bytes() if own.is_file() else None
     manifest: dict[str, Any] = (
-        read_object(own, _MANIFEST_BYTES) if data is not None else _bare(conversion, source)
+        read_object(own, RECORD_BYTES) if data is not None else _bare(conversion, source)
     )
     path = source.path.resolve()
     manifest.pop("check", None)  # it was of the source's files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -16,6 +17,7 @@ from qwen_quantize.calibrators.thorough import ROUNDS, SWEEPS
 from qwen_quantize.checkpoint.disk import free_bytes
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.models.blueprint import Blueprint, Half
+from qwen_quantize.pipeline.choices import LinearChoice
 from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.tensors import Action
 
@@ -29,16 +31,17 @@ _PASSES = 4
 @dataclass(frozen=True, slots=True)
 class Rates:
     """products: float32 operations per second of a matrix product; elements: weights quantized per second
-    without data; disk: bytes per second written durably."""
+    without data, of each of the plan's distinct choices in order; disk: bytes per second written durably."""
 
     products: float
-    elements: float
+    elements: tuple[float, ...]
     disk: float
 
 
 def measure_rates(plan: Plan, folder: Path) -> Rates:
-    """About a second of work; folder: where the output will go, or a parent of it that exists."""
-    return Rates(_product_rate(), _element_rate(plan), _disk_rate(folder))
+    """About a second of work for each choice; folder: where the output will go, or a parent of it that exists."""
+    elements = tuple(_element_rate(plan, choice) for choice in plan.distinct_choices)
+    return Rates(_product_rate(), elements, _disk_rate(folder))
 
 
 def _product_rate() -> float:
@@ -50,14 +53,15 @@ def _product_rate() -> float:
     return 4 * 2 * _PRODUCT_SIZE**3 / (time.perf_counter() - begin)
 
 
-def _element_rate(plan: Plan) -> float:
+def _element_rate(plan: Plan, choice: LinearChoice) -> float:
     weight = torch.randn(_SAMPLE_SHAPE, generator=torch.Generator().manual_seed(0))
 
     def quantize() -> None:
         if plan.converts_by_pieces:
-            quantize_rows(weight.bfloat16(), plan.block, plan.arithmetic.weight_cast)
+            quantize_rows(weight.bfloat16(), choice.block, choice.arithmetic.weight_cast)
         else:
-            plan.method.solve(LayerProblem("sample", weight, plan.scheme, plan.arithmetic.weight_cast))
+            cast = choice.arithmetic.weight_cast
+            choice.method.solve(LayerProblem("sample", weight, choice.scheme, cast))
 
     quantize()
     begin = time.perf_counter()
@@ -83,28 +87,27 @@ def _disk_rate(folder: Path) -> float:
 
 def estimate_seconds(plan: Plan, source: CheckpointSource, rates: Rates) -> float:
     """Seconds from the first read to the last written byte, without validation."""
-    shapes = plan.selection.quantized.values()
-    elements = sum(rows * columns for rows, columns in shapes)
+    rounding = 0.0
+    for choice, rate in zip(plan.distinct_choices, rates.elements, strict=True):
+        modules = [module for module, one in plan.choices.items() if one is choice]
+        rounding += sum(math.prod(plan.selection.quantized[module]) for module in modules) / rate
     read = sum(source.info(tensor.name).nbytes for tensor in plan.tensors if tensor.action is not Action.DROP)
     moved = plan.output_bytes / rates.disk + read / (4 * rates.disk)
     if not plan.recipe.calibrates or plan.blueprint is None:
-        return max(moved, elements / rates.elements)
-    return moved + elements / rates.elements + _operations(plan, plan.blueprint) / rates.products
+        return max(moved, rounding)
+    return moved + rounding + _operations(plan, plan.blueprint) / rates.products
 
 
 def _operations(plan: Plan, blueprint: Blueprint) -> float:
-    """Forward passes before and after, second moments, factorizations and compensated rounding."""
+    """Forward passes before and after, second moments, factorizations and compensated rounding, each by its choice."""
     tokens = 0 if plan.recipe.statistics is not None else plan.recipe.samples * plan.recipe.length
-    passes = _PASSES
-    if plan.recipe.effort is Effort.HIGH:
-        passes += ROUNDS * (SWEEPS + _PASSES)
     total = 0.0
     for layer in range(blueprint.num_layers):
         for half in Half:
             for sites in blueprint.streams(layer, half).values():
-                total += _group_operations(
-                    [blueprint.linear_shape(site, layer) for site in sites], tokens, passes
-                )
+                shapes = [blueprint.linear_shape(site, layer) for site in sites]
+                choice = plan.choices.get(blueprint.module_name(layer, sites[0]))
+                total += _group_operations(shapes, tokens, choice)
         experts = blueprint.num_experts(layer)
         if not experts:
             continue
@@ -112,15 +115,21 @@ def _operations(plan: Plan, blueprint: Blueprint) -> float:
         share = tokens * (moe.experts_per_token if moe is not None else 1) / experts
         for sites in blueprint.expert_streams(layer).values():
             shapes = [blueprint.linear_shape(site, layer) for site in sites]
-            total += experts * _group_operations(shapes, int(share), passes)
+            choice = plan.choices.get(blueprint.module_name(layer, sites[0], 0))
+            total += experts * _group_operations(shapes, int(share), choice)
     return total
 
 
-def _group_operations(shapes: list[tuple[int, int]], tokens: int, passes: int) -> float:
-    """Of one group that shares an input; float64 work counts double. passes: over all columns after rounding."""
+def _group_operations(shapes: list[tuple[int, int]], tokens: int, choice: LinearChoice | None) -> float:
+    """Of one group that shares an input; float64 work counts double. choice: None for a group that stays."""
     columns = shapes[0][1]
     rows = sum(shape[0] for shape in shapes)
     forward = 2 * 2 * tokens * rows * columns
-    moments = tokens * columns**2
+    if choice is None:
+        return forward
+    moments = tokens * columns**2 if choice.method.uses_second_moments else 0
+    if not choice.method.compensates:
+        return forward + moments
     factor = 2 * (columns**3 / 3 + columns**3 / 3)
+    passes = _PASSES + (ROUNDS * (SWEEPS + _PASSES) if choice.effort is Effort.HIGH else 0)
     return forward + moments + factor + (1 + passes) * rows * columns**2

@@ -15,6 +15,10 @@ from qwen_quantize.checkpoint.disk import disk_errors, sync_folder, write_at
 from qwen_quantize.errors import UserError
 
 
+def window_ranges(windows: int, step: int) -> list[tuple[int, int]]:
+    return [(begin, min(begin + step, windows)) for begin in range(0, windows, step)]
+
+
 class HiddenStates:
     """Float32 states [windows, T, hidden] in a plain file, read and written by ranges of windows or by token.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,14 +26,26 @@ from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.formats.kv_scheme import KvElement, KvKind, KvScheme, parse_kv_scheme
 from qwen_quantize.models.blueprint import Blueprint, Half, Stream
 from qwen_quantize.models.config import ModelConfig
+from qwen_quantize.pipeline.hidden import HiddenStates, window_ranges
 
 Progress = Callable[[str, int, int], None]
 
 BIASED_KEYS = 8.0  # a key bias this many times what the projection itself gives leaves few codes for the rest
 # What serving engines call their caches in the profiles, by the kind that it is here.
 _SERVED = {"int8": KvKind.INT8, "e4m3": KvKind.FP8, "fp8": KvKind.FP8, "int4": KvKind.INT4}
-_WINDOWS_AT_ONCE = 1
+_WINDOWS_SCORED = 1
 _CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What text may take on its way through the model. windows: that are in memory together.
+
+    folder: where the states of all of them lie between two layers; None for the system's folder of temporary files.
+    """
+
+    windows: int = 8
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +123,12 @@ def observe(
     scheme: KvScheme,
     chip: Compute | None = None,
     progress: Progress = lambda *_: None,
+    room: Room = Room(),
 ) -> dict[int, KvStatistics]:
-    """Statistics of every layer with grouped attention, from windows [n, T] that run through the model once."""
+    """Statistics of every layer with grouped attention, from windows [n, T] that run through the model once.
+
+    Memory holds one layer and one batch of windows; scores, one head's of one window.
+    """
     blueprint = reader.blueprint
     config = blueprint.config
     if config.latent is not None:
@@ -119,37 +138,65 @@ def observe(
     if scheme.kind is KvKind.MIXED:
         keys, values = mixed_elements(scheme, config)
     model = StreamedModel(reader, chip)
-    hidden = model.embed(windows)
-    quantized = _quantized(scheme, windows.shape[1])
+    batches = window_ranges(windows.shape[0], room.windows)
     found: dict[int, KvStatistics] = {}
-    for index in range(model.num_layers):
-        model.open_layer(index)
-        if not config.is_delta(index):
-            observer = KvObserver(keys, values)
-            layer = reader.read_half(index, Half.ATTENTION, chip)
-            (site,) = blueprint.streams(index, Half.ATTENTION)[Stream.ATTENTION_OUTPUT]
-            projection = reader.read_linear(blueprint.module_name(index, site))
-            seen = visible(windows.shape[1], windows.shape[1], config.window(index))
-            for part in torch.split(hidden, _WINDOWS_AT_ONCE):
-                normed = rms_norm(part, layer.tensors[blueprint.family.input_norm], config.rms_norm_eps)
-                own = project_grouped(normed, layer, index, blueprint, reader.rotary)
-                observer.add(
-                    AttentionSample(
-                        own.query,
-                        own.key,
-                        own.value,
-                        seen,
-                        quantized & seen,
-                        config.head_dim**-0.5 if config.softmax_scale is None else config.softmax_scale,
-                        config.score_cap,
-                        projection,
-                    ),
-                    part,
-                )
-            found[index] = observer.statistics()
-        hidden = model.run_layer(hidden)
-        progress("key-value cache", index + 1, model.num_layers)
+    with _states(windows, config, room.folder) as states:
+        with states.writing(0) as writer:
+            for begin, end in batches:
+                writer.append(model.embed(windows[begin:end]))
+        for index in range(model.num_layers):
+            if not config.is_delta(index):
+                observer = KvObserver(keys, values)
+                _observe_layer(reader, index, states, scheme, chip, observer)
+                found[index] = observer.statistics()
+            progress("key-value cache", index + 1, model.num_layers)
+            if index + 1 == model.num_layers:
+                break
+            model.open_layer(index)  # not before: attention was read to look at it, and is free again
+            with states.writing(index + 1) as writer:
+                for begin, end in batches:
+                    writer.append(model.run_layer(states.read(index, begin, end)))
+            model.close_layer()
+            states.remove(index)
     return found
+
+
+@contextmanager
+def _states(windows: Tensor, config: ModelConfig, folder: Path | None) -> Iterator[HiddenStates]:
+    """States of all windows, numbered by the layer that reads them; nothing of them is left afterwards."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="qwen_quantize-", dir=folder) as name:
+        yield HiddenStates(Path(name), windows.shape[0], windows.shape[1], config.hidden_size)
+
+
+def _observe_layer(
+    reader: ModelReader,
+    index: int,
+    states: HiddenStates,
+    scheme: KvScheme,
+    chip: Compute | None,
+    observer: KvObserver,
+) -> None:
+    """Show the observer the queries, keys and values of one layer."""
+    blueprint = reader.blueprint
+    config, (count, length, _) = blueprint.config, states.shape
+    layer = reader.read_half(index, Half.ATTENTION, chip)
+    (site,) = blueprint.streams(index, Half.ATTENTION)[Stream.ATTENTION_OUTPUT]
+    projection = reader.read_linear(blueprint.module_name(index, site))
+    seen = visible(length, length, config.window(index))
+    quantized = _quantized(scheme, length) & seen
+    for begin, end in window_ranges(count, _WINDOWS_SCORED):
+        part = states.read(index, begin, end)
+        normed = rms_norm(part, layer.tensors[blueprint.family.input_norm], config.rms_norm_eps)
+        own = project_grouped(normed, layer, index, blueprint, reader.rotary)
+        scale = config.head_dim**-0.5 if config.softmax_scale is None else config.softmax_scale
+        observer.add(
+            AttentionSample(
+                own.query, own.key, own.value, seen, quantized, scale, config.score_cap, projection
+            ),
+            part,
+        )
 
 
 def _quantized(scheme: KvScheme, length: int) -> Tensor:
@@ -182,6 +229,7 @@ def plan_kv_cache(
     chip: Compute | None = None,
     progress: Progress = lambda *_: None,
     spare_biased: bool = False,
+    room: Room = Room(),
 ) -> KvPlan:
     """What `scheme` becomes for a model. windows: text [n, T] to calibrate on; None leaves fixed scales at 1.
 
@@ -203,12 +251,17 @@ def plan_kv_cache(
     wide = frozenset(biased) if spare_biased or asked.kind is KvKind.AUTO else frozenset()
     notes = (*choice.notes, *_bias_notes(biased, wide))
     statistics: Mapping[int, KvStatistics] = {}
-    if windows is not None and (scheme.needs_scales or scheme.kind is KvKind.MIXED):
-        statistics = observe(reader, windows, scheme, chip, progress)
+    if windows is not None and looks_at_text(scheme):
+        statistics = observe(reader, windows, scheme, chip, progress, room)
     if scheme.kind is KvKind.MIXED:
         return _noted(mixed_plan(scheme, config, statistics, rule), notes)
     ranges = {layer: KvRange(seen.key_largest, seen.value_largest) for layer, seen in statistics.items()}
     return _noted(uniform_plan(scheme, config, KvFindings(ranges, wide), rule), notes)
+
+
+def looks_at_text(scheme: KvScheme) -> bool:
+    """Whether text has to say something before the scheme can be had: fixed scales, or which channels matter."""
+    return scheme.needs_scales or scheme.kind is KvKind.MIXED
 
 
 def _noted(plan: KvPlan, notes: tuple[str, ...]) -> KvPlan:

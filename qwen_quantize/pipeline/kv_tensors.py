@@ -16,17 +16,19 @@ from qwen_quantize.chip_profiles.schema import ChipProfile
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kv_scheme import KvKind, KvScheme, parse_kv_scheme
 from qwen_quantize.models.blueprint import Blueprint, Half, Stream
-from qwen_quantize.pipeline.kv_cache import choose_scheme, kv_context, kv_lines
+from qwen_quantize.pipeline.kv_cache import choose_scheme, kv_context, kv_lines, looks_at_text
+from qwen_quantize.pipeline.memory import observed_windows, observing_memory
 from qwen_quantize.pipeline.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
 class KvTensors:
-    """What a plan knows of the cache before a weight is read."""
+    """What a plan knows of the cache before a weight is read. peak_memory_bytes: of looking at keys and values."""
 
     scheme: KvScheme | None = None
     outputs: tuple[OutputTensor, ...] = ()
     notes: tuple[str, ...] = ()
+    peak_memory_bytes: int = 0
 
 
 def plan_kv_tensors(
@@ -50,10 +52,14 @@ def plan_kv_tensors(
         )
     choice = choose_scheme(scheme, profile, blueprint.config.dtype, recipe.dataset is not None)
     notes = (*choice.notes, *_expected(choice.scheme, blueprint))
+    peak = 0
+    if recipe.dataset is not None and blueprint.config.latent is None and looks_at_text(choice.scheme):
+        windows = min(recipe.samples, observed_windows(recipe.max_memory, blueprint, recipe.length))
+        peak = observing_memory(blueprint, recipe.length, windows)
     if reads_channel_scales(layout):
         outputs, said = _channel_outputs(choice.scheme, blueprint, recipe, auto=scheme.kind is KvKind.AUTO)
-        return KvTensors(choice.scheme, outputs, (*notes, *said))
-    return KvTensors(choice.scheme, _outputs(choice.scheme, blueprint, layout), notes)
+        return KvTensors(choice.scheme, outputs, (*notes, *said), peak)
+    return KvTensors(choice.scheme, _outputs(choice.scheme, blueprint, layout), notes, peak)
 
 
 def _expected(scheme: KvScheme, blueprint: Blueprint) -> tuple[str, ...]:

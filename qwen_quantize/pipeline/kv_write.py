@@ -11,8 +11,10 @@ from qwen_quantize.checkpoint.kv_side import KV_FILE, kv_file_bytes, scale_value
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.formats.kv_plan import KvPlan
-from qwen_quantize.pipeline.kv_cache import plan_kv_cache
+from qwen_quantize.formats.kv_scheme import KvKind, parse_kv_scheme
+from qwen_quantize.pipeline.kv_cache import Room, plan_kv_cache
 from qwen_quantize.pipeline.kv_tensors import reads_channel_scales, scale_names
+from qwen_quantize.pipeline.memory import observed_windows
 from qwen_quantize.pipeline.run import StagedRun, read_calibration
 from qwen_quantize.pipeline.texts import CalibrationTokens
 
@@ -28,9 +30,19 @@ def write_kv_cache(staged: StagedRun, progress: Progress) -> KvPlan:
     if plan.kv_scheme is None:
         raise ValueError("the plan has no key-value scheme")
     reader = ModelReader(open_source(folder.staging))
-    auto = plan.recipe.kv_cache is not None and plan.recipe.kv_cache.strip().lower() == "auto"
-    kv = plan_kv_cache(plan.kv_scheme, reader, plan.resolution.profile, _windows(staged, reader), None, progress,
-                       spare_biased=auto)  # fmt: skip
+    recipe = plan.recipe
+    auto = recipe.kv_cache is not None and parse_kv_scheme(recipe.kv_cache).kind is KvKind.AUTO
+    at_once = observed_windows(recipe.max_memory, reader.blueprint, recipe.length)
+    kv = plan_kv_cache(
+        plan.kv_scheme,
+        reader,
+        plan.resolution.profile,
+        _windows(staged, reader),
+        None,
+        progress,
+        spare_biased=auto,
+        room=Room(at_once, folder.staging / "work"),  # where the states of calibration lay, and were counted
+    )
     channels = _channel_tensors(kv, reader) if reads_channel_scales(plan.layout) else {}
     for output in plan.kv_outputs:
         found = channels.get(output.name)

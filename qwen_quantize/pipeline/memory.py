@@ -16,6 +16,7 @@ _BATCH_TOKENS = 4096
 _RANGE_STEP = 128
 _SOLVED = 40  # bytes for each value of a linear that is solved whole, measured and rounded up
 _GAINED = 18  # bytes for each weight of the linear whose output gain is fitted: three copies, one prepared
+_CACHE_COPIES = 8  # float32 copies of a batch's keys and values while they are packed and read
 _PREPARED = 6  # bytes for each weight that a narrow matrix unit reads, beside its float32
 
 
@@ -49,11 +50,12 @@ def half_memory(
     *,
     prepared: bool = False,
     crossed: bool = False,
+    moments: bool = True,
 ) -> int:
     """Bytes of half a layer while it is solved: weights, second moments, one factorization, one solution.
 
     prepared: the quantized weights are also held as a narrow matrix unit reads them. crossed: cross moments are
-    gathered beside the second moments.
+    gathered beside the second moments. moments: False where no method of the plan asks for either.
     """
     shapes = [blueprint.linear_shape(site, layer) for site in blueprint.sites(layer, half)]
     expert = [blueprint.linear_shape(site, layer) for site in blueprint.expert_sites(layer)]
@@ -75,19 +77,23 @@ def half_memory(
         # Everyone's statistics, and this expert's at both of its inputs.
         widths = [*widths, expert[0][1], expert[0][1], expert[-1][1], expert[-1][1]]
     each_moment = 16 if crossed else 8
-    moments = sum(each_moment * size**2 for width in widths for size in moment_ranges(width, most_features))
-    widest = max((size for width in widths for size in moment_ranges(width, most_features)), default=0)
+    ranges = [size for width in widths for size in moment_ranges(width, most_features)] if moments else []
+    gathered = sum(each_moment * size**2 for size in ranges)
+    widest = max(ranges, default=0)
     factors = 3 * 8 * widest**2
     largest = max((rows * columns for rows, columns in (*shapes, *expert)), default=0)
     strips = 6 * 4 * min(largest, STRIP_VALUES) + 2 * largest + (_GAINED * largest if prepared else 0)
     solving = (12 if crossed else 8) * widest**2
-    return held + copied + moments + solving + max(factors, strips)
+    return held + copied + gathered + solving + max(factors, strips)
 
 
 def validation_memory(
-    blueprint: Blueprint, tokens: int, head_batch_bytes: int, *, prepared: bool = False
+    blueprint: Blueprint, tokens: int, head_batch_bytes: int, *, prepared: bool = False, cached: bool = False
 ) -> int:
-    """Expected peak of comparing two models in lockstep: a layer and a head of each, all states."""
+    """Expected peak of comparing two models in lockstep: a layer and a head of each, all states.
+
+    cached: keys and values of the windows that run together are packed and dequantized again.
+    """
     config = blueprint.config
     layers = max(
         sum(
@@ -98,7 +104,75 @@ def validation_memory(
     )
     heads = (2 * 4 + 2) * config.vocab_size * config.hidden_size
     states = 3 * 4 * tokens * config.hidden_size
-    return BASE + max(2 * layers, heads + 6 * head_batch_bytes) + states
+    rows = _CACHE_COPIES * 4 * min(tokens, _BATCH_TOKENS) * _cache_width(blueprint) if cached else 0
+    return BASE + max(2 * layers + rows, heads + 6 * head_batch_bytes) + states
+
+
+def _cache_width(blueprint: Blueprint) -> int:
+    """Values that a layer's cache holds of each token."""
+    config = blueprint.config
+    if config.latent is not None:
+        return config.latent.key_value_rank + config.latent.rotary_dim
+    return config.num_kv_heads * (config.head_dim + config.value_dim)
+
+
+def observing_memory(blueprint: Blueprint, length: int, windows: int) -> int:
+    """Expected peak of looking at keys and values, `windows` windows of `length` tokens at a time.
+
+    Beside the layer these are the states of the batch, and for one head at a time the scores of one window, with what
+    is computed from them: seven float32 matrices and two masks of length x length.
+    """
+    scores = (7 * 4 + 2) * length**2
+    return BASE + _layer_bytes(blueprint) + scores + windows * _window_memory(length, blueprint)
+
+
+def observed_windows(ceiling: int | None, blueprint: Blueprint, length: int) -> int:
+    """Windows whose keys are looked at together; UserError for a ceiling that one does not fit under."""
+    batch = max(1, _BATCH_TOKENS // length)
+    if ceiling is None:
+        return batch
+    least = observing_memory(blueprint, length, 1)
+    if least > ceiling:
+        raise UserError(
+            f"--max-memory {ceiling} bytes is too little for --kv-cache: keys and values of a window of {length} "
+            f"tokens need about {least} bytes; give a shorter --calibration-length, or a scheme by token"
+        )
+    return min(batch, 1 + (ceiling - least) // _window_memory(length, blueprint))
+
+
+def divergence_memory(blueprint: Blueprint, solving: int, tokens: int, rows: int, variants: int) -> int:
+    """Expected peak of running `variants` variants of a model on `tokens` tokens side by side.
+
+    solving: the peak of solving half a layer; rows: predictions that are compared together.
+    """
+    config = blueprint.config
+    # Its own states, those of the variants, and what one layer makes of one of them.
+    states = (variants + 4) * 4 * tokens * config.hidden_size
+    head = (4 + 2) * config.vocab_size * config.hidden_size + 5 * 4 * rows * config.vocab_size
+    layer = max(solving, BASE + _layer_bytes(blueprint)) + _window_memory(tokens, blueprint)
+    return max(layer, BASE + head) + states
+
+
+def variants_at_once(
+    ceiling: int | None, blueprint: Blueprint, solving: int, tokens: int, rows: int, variants: int
+) -> int:
+    """Of so many variants those that run side by side; UserError for a ceiling that one does not fit under."""
+    if ceiling is None:
+        return max(variants, 1)
+    least = divergence_memory(blueprint, solving, tokens, rows, 1)
+    if least > ceiling:
+        raise UserError(
+            f"--max-memory {ceiling} bytes is too little to measure what errors do to predictions, which needs about "
+            f"{least} bytes; choose by --target-bits with --from-statistics, which measures nothing"
+        )
+    return max(1, min(variants, 1 + (ceiling - least) // (4 * tokens * blueprint.config.hidden_size)))
+
+
+def _layer_bytes(blueprint: Blueprint) -> int:
+    """Of the largest open layer of a model, while it is read."""
+    return max(
+        8 * sum(rows * columns for rows, columns in _opened(blueprint, layer)) for layer in _kinds(blueprint)
+    )
 
 
 def _opened(blueprint: Blueprint, layer: int) -> list[tuple[int, int]]:
@@ -123,12 +197,14 @@ def plan_memory(
     *,
     prepared: bool = False,
     crossed: bool = False,
+    moments: bool = True,
     threads: int = 1,
 ) -> MemoryPlan:
     """Choose batch and ranges; UserError for a ceiling that nothing fits under.
 
-    threads: that may each solve a half of its own, where nothing runs forward. largest: values of a tensor; whole:
-    values of the largest linear that is solved in one piece without data.
+    moments: whether any method of the plan gathers second moments. threads: that may each solve a half of its own,
+    where nothing runs forward. largest: values of a tensor; whole: values of the largest linear that is solved in one
+    piece without data.
     """
     streaming = max(min(_PIECES, 12 * 4 * largest), _SOLVED * whole)
     if not recipe.calibrates or blueprint is None:
@@ -144,14 +220,14 @@ def plan_memory(
         raise UserError(
             f"--calibration-length {recipe.length} is more than this model's context of {config.max_position}"
         )
-    per_window = _window_memory(recipe, blueprint) if forward else 0
+    per_window = _window_memory(recipe.length, blueprint) if forward else 0
     batch = max(1, _BATCH_TOKENS // recipe.length)
     kinds = _kinds(blueprint)
     widest = max(columns for layer in kinds for _, columns in _opened(blueprint, layer))
 
     def fixed(most: int | None) -> int:
         solving = max(
-            half_memory(blueprint, layer, half, most, prepared=prepared, crossed=crossed)
+            half_memory(blueprint, layer, half, most, prepared=prepared, crossed=crossed, moments=moments)
             for layer in kinds
             for half in Half
         )
@@ -181,9 +257,9 @@ def plan_memory(
     )
 
 
-def _window_memory(recipe: Recipe, blueprint: Blueprint) -> int:
+def _window_memory(length: int, blueprint: Blueprint) -> int:
     config = blueprint.config
     widest = max(rows for layer in _kinds(blueprint) for rows, _ in _opened(blueprint, layer))
     inner = max(columns for layer in _kinds(blueprint) for _, columns in _opened(blueprint, layer))
     floats = 6 * config.hidden_size + 3 * (widest + inner)
-    return 4 * recipe.length * (floats + config.num_heads * min(recipe.length, 64))
+    return 4 * length * (floats + config.num_heads * min(length, 64))

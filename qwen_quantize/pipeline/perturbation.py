@@ -1,7 +1,7 @@
 """How much a model's predictions move when some of its linears are quantized: measured on a few windows of text.
 
-All variants run side by side, layer by layer, each from the first layer on in which it differs; memory holds one
-layer at a time and every variant's states.
+Variants run side by side, layer by layer, each from the first layer on in which it differs; memory holds one layer
+at a time and the states of the variants that run together.
 """
 
 from __future__ import annotations
@@ -16,30 +16,26 @@ from qwen_quantize.engine.linear import LinearGroup
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.models.blueprint import Half, LinearSite
-from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.sensitivity import StreamPlace, StreamSolver
 from qwen_quantize.pipeline.solving import quantized_group
 from qwen_quantize.pipeline.stream import Progress
 
-_ROWS = 256  # predictions that are compared together
+ROWS = 256  # predictions that are compared together
 
 
 class PerturbedReader(ModelReader):
-    """Reads a model with some linears, whole streams of them, as plans have them. plan: one for all, or by linear."""
+    """Reads a model with some linears, whole streams of them, as candidates have them. chosen: candidate by linear."""
 
-    def __init__(
-        self, solver: StreamSolver, plan: Plan | Mapping[str, Plan], modules: frozenset[str]
-    ) -> None:
+    def __init__(self, solver: StreamSolver, chosen: Mapping[str, str]) -> None:
         super().__init__(solver.reader.source)
         self._solver = solver
-        self._plans = dict.fromkeys(modules, plan) if isinstance(plan, Plan) else plan
-        self._modules = modules
+        self._chosen = chosen
         layers = range(self.blueprint.num_layers)
         self.first_layer = min(
             (
                 layer
                 for layer in layers
-                if any(m.startswith(self.blueprint.layer_name(layer, "")) for m in modules)
+                if any(m.startswith(self.blueprint.layer_name(layer, "")) for m in chosen)
             ),
             default=self.blueprint.num_layers,
         )
@@ -52,22 +48,38 @@ class PerturbedReader(ModelReader):
         expert: int | None = None,
     ) -> LinearGroup:
         names = [self.blueprint.module_name(layer, site, expert) for site in sites]
-        if names[0] not in self._modules:
+        if names[0] not in self._chosen:
             return super().read_group(layer, sites, chip, expert)
         stream = sites[0].stream
         half = Half.ATTENTION if sites in self.blueprint.streams(layer, Half.ATTENTION).values() else Half.MLP
         place = StreamPlace(layer, half, stream, sites, expert)
         plain = self._solver.plain(place)
-        plan = self._plans[names[0]]
-        solutions, amax = self._solver.solve(plan, place, plain)
-        return quantized_group(plan.choice_of(names[0]), plain, solutions, amax)
+        candidate = self._chosen[names[0]]
+        solved = self._solver.solve(candidate, place, plain)
+        choice = self._solver.plans[candidate].choice_of(names[0])
+        return quantized_group(choice, plain, solved.weights, solved.input_amax)
+
+
+def measure_divergence(
+    reader: ModelReader,
+    variants: Sequence[PerturbedReader],
+    windows: Tensor,
+    progress: Progress,
+    at_once: int | None = None,
+) -> list[float]:
+    """Of each variant the mean KL(model || variant) per predicted token, in nats. windows: [n, T] int64.
+
+    at_once: variants that run together; None for all.
+    """
+    step = at_once or max(len(variants), 1)
+    parts = [variants[begin : begin + step] for begin in range(0, len(variants), step)]
+    return [kl for part in parts for kl in _divergences(reader, part, windows, progress)]
 
 
 @torch.inference_mode()
-def measure_divergence(
+def _divergences(
     reader: ModelReader, variants: Sequence[PerturbedReader], windows: Tensor, progress: Progress
 ) -> list[float]:
-    """Of each variant the mean KL(model || variant) per predicted token, in nats. windows: [n, T] int64."""
     model = StreamedModel(reader)
     others = [StreamedModel(variant) for variant in variants]
     hidden = model.embed(windows)
@@ -83,10 +95,10 @@ def measure_divergence(
         model.open_layer(layer)
         hidden = model.run_layer(hidden)
         progress("effect of errors, layers", layer + 1, model.num_layers)
-    model.open_head()
+    model.open_head()  # which no variant has changed
     exact = hidden.flatten(0, 1)
     sums = [0.0 for _ in variants]
-    for rows in torch.split(torch.arange(exact.shape[0]), _ROWS):
+    for rows in torch.split(torch.arange(exact.shape[0]), ROWS):
         expected = model.log_probabilities(exact[rows])
         for number, state in enumerate(states):
             if state is not None:

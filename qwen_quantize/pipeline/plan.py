@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +23,8 @@ from qwen_quantize.checkpoint.writer import OutputTensor
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, Assumption
 from qwen_quantize.chip_profiles.devices import Resolution, resolve_device
 from qwen_quantize.chip_profiles.leaf import Absent
-from qwen_quantize.chip_profiles.legality import Legality
+from qwen_quantize.chip_profiles.legality import Legality, check
+from qwen_quantize.chip_profiles.schema import ChipProfile
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kv_scheme import KvScheme
 from qwen_quantize.formats.schemes import SCHEMES, Scheme
@@ -168,13 +169,16 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
     whole = 0
     if not isinstance(layout, BlockLayout):
         whole = max(math.prod(shape) for shape in selection.quantized.values())
+    choices = tuple({id(one): one for one in chosen.by_module.values()}.values())
     memory = plan_memory(
         recipe,
         blueprint,
         largest,
         whole,
-        prepared=any(one.arithmetic.accumulator.narrow for one in chosen.by_module.values()),
-        crossed=any(is_biased(one.arithmetic.activation_cast) for one in chosen.by_module.values()),
+        prepared=any(one.arithmetic.accumulator.narrow for one in choices),
+        crossed=any(is_biased(one.arithmetic.activation_cast) for one in choices),
+        # A folder of statistics has them, whoever reads it.
+        moments=recipe.statistics is not None or any(one.method.uses_second_moments for one in choices),
         threads=torch.get_num_threads(),
     )
     return Plan(
@@ -191,7 +195,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         block=principal.block,
         tensors=tensors,
         notes=(
-            *_support_notes(resolution),
+            *_support_notes(resolution.profile, choices),
             *(source.notes if isinstance(source, PlannedSource) else ()),
             *found,
             *([loss] if loss is not None else []),
@@ -206,7 +210,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         memory=memory,
         output_bytes=output_bytes,
         disk_bytes=output_bytes + hidden,
-        peak_memory_bytes=memory.peak,
+        peak_memory_bytes=max(memory.peak, kv.peak_memory_bytes),
         kv_scheme=kv.scheme,
         kv_outputs=kv.outputs,
     )
@@ -299,16 +303,24 @@ def _next_token_notes(blueprint: Blueprint | None, candidates: Candidates) -> tu
     return ()
 
 
-def _support_notes(resolution: Resolution) -> tuple[str, ...]:
-    """What a chip that does not plainly run the method will do with the result."""
-    verdict, name = resolution.verdict, resolution.profile.name
-    match verdict.status:
-        case Legality.UNSUPPORTED:
-            return (
-                f"{name} cannot run this natively: {verdict.reason}; it will have to dequantize the weights",
-            )
-        case Legality.UNKNOWN:
-            return (f"whether {name} runs this natively is not known: {verdict.reason}",)
-        case Legality.EMULATED:
-            return (f"{name} emulates this: {verdict.reason}",)
-    return ()
+def _support_notes(profile: ChipProfile, choices: Sequence[LinearChoice]) -> tuple[str, ...]:
+    """What a chip that does not plainly run a scheme will do with it, each scheme of the plan once."""
+    schemes = {choice.scheme.name: choice.scheme for choice in choices}
+    found: dict[str, None] = {}
+    for scheme in schemes.values():
+        verdict = check(profile, scheme)
+        this = "this" if len(schemes) == 1 else scheme.name
+        match verdict.status:
+            case Legality.UNSUPPORTED:
+                note = (
+                    f"{profile.name} cannot run {this} natively: {verdict.reason}; it will have to dequantize the "
+                    "weights"
+                )
+            case Legality.UNKNOWN:
+                note = f"whether {profile.name} runs {this} natively is not known: {verdict.reason}"
+            case Legality.EMULATED:
+                note = f"{profile.name} emulates {this}: {verdict.reason}"
+            case _:
+                continue
+        found[note] = None
+    return tuple(found)

@@ -10,13 +10,10 @@ from typing import Any
 
 from qwen_quantize.calibrators.experts import ExpertPolicy
 from qwen_quantize.calibrators.problem import Effort
-from qwen_quantize.checkpoint.json_file import read_object
+from qwen_quantize.checkpoint.json_file import RECORD_BYTES, read_object
 from qwen_quantize.errors import UserError
 from qwen_quantize.pipeline.recipe import Recipe, Rule
 
-_MOST_BYTES = (
-    256 << 20
-)  # of a manifest; its record of every linear of a large model is some tens of megabytes
 _MOST_TOML = 4 << 20
 
 _Check = tuple[Callable[[Any], bool], str]
@@ -122,7 +119,7 @@ def _toml_recipe(path: Path, recipe: Recipe) -> Recipe:
 
 
 def _manifest_recipe(path: Path) -> Recipe:
-    record = read_object(path, _MOST_BYTES)
+    record = read_object(path, RECORD_BYTES)
     request = record.get("request")
     if not isinstance(request, dict) or not isinstance(record.get("tool"), dict):
         raise UserError(f"{path} is no manifest of this program: it holds no request to run again")

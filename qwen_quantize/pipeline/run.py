@@ -16,10 +16,10 @@ import qwen_quantize
 from qwen_quantize.checkpoint.compressed_tensors import CompressedTensorsLayout
 from qwen_quantize.checkpoint.kv_side import compressed_kv_scheme
 from qwen_quantize.checkpoint.source import CheckpointSource
-from qwen_quantize.checkpoint.writer import OutputFolder, require_free_space
+from qwen_quantize.checkpoint.writer import OutputFolder, filling, require_free_space
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.tokenizer import Tokenizer, load_tokenizer
-from qwen_quantize.errors import ResumableError, UserError
+from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kernel_calls import native_library
 from qwen_quantize.models.blueprint import Blueprint
 from qwen_quantize.pipeline.calibrate import calibrate
@@ -34,7 +34,7 @@ from qwen_quantize.pipeline.recipe import Output, Recipe
 from qwen_quantize.pipeline.solve_rest import solve_rest
 from qwen_quantize.pipeline.solving import require_finite
 from qwen_quantize.pipeline.statistics_folder import StatisticsFolder, read_statistics
-from qwen_quantize.pipeline.tensors import Action
+from qwen_quantize.pipeline.tensors import Action, kept_matrices
 from qwen_quantize.pipeline.texts import CalibrationTokens, calibration_batches, load_documents
 
 Progress = Callable[[str, int, int], None]
@@ -111,20 +111,8 @@ def quantize(
         require_free_space(output.path.parent, plan.disk_bytes)
     files = output_files(plan, source)
     folder = files.open(output.path, resume=output.resume, overwrite=output.overwrite)
-    try:
+    with filling(folder):
         return _fill(plan, source, reader, calibration, folder, output.resume, progress)
-    except ResumableError:
-        folder.close()
-        raise
-    except UserError:
-        if folder.resumed:
-            folder.close()  # finished layers are worth more than a tidy folder
-        else:
-            folder.discard()
-        raise
-    except BaseException:
-        folder.close()
-        raise
 
 
 def _fill(
@@ -194,7 +182,7 @@ def check_outside_layers(source: CheckpointSource, blueprint: Blueprint) -> None
 
 def _config_bytes(plan: Plan, source: CheckpointSource) -> bytes:
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    kept = dict.fromkeys((*plan.selection.kept, *_kept_matrices(plan)))
+    kept = dict.fromkeys((*plan.selection.kept, *kept_matrices(plan.tensors)))
     described = plan.layout.quantization_config(plan.schemes, list(kept))
     if described:
         if (
@@ -205,15 +193,3 @@ def _config_bytes(plan: Plan, source: CheckpointSource) -> bytes:
             described["kv_cache_scheme"] = compressed_kv_scheme(plan.kv_scheme)
         config["quantization_config"] = described
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _kept_matrices(plan: Plan) -> list[str]:
-    """Modules with a matrix that is no linear here but may be one to a reader: routers, gates, joining layers."""
-    return [
-        tensor.name.removesuffix(".weight")
-        for tensor in plan.tensors
-        if tensor.action is Action.KEEP
-        and tensor.name.endswith(".weight")
-        and len(tensor.outputs[0].shape) == 2
-        and "embed" not in tensor.name
-    ]

@@ -14,7 +14,6 @@ import torch
 
 from qwen_quantize.calibrators.experts import ExpertPolicy, needed_tokens, shrunk
 from qwen_quantize.calibrators.observers import InputStatistics
-from qwen_quantize.calibrators.problem import LayerSolution
 from qwen_quantize.calibrators.sensitivity import OutputPower, output_power
 from qwen_quantize.engine.linear import PlainGroup
 from qwen_quantize.engine.load import ModelReader
@@ -22,6 +21,7 @@ from qwen_quantize.models.blueprint import RESIDUAL_WRITERS, Half, LinearSite, S
 from qwen_quantize.pipeline.compile import seen_by_chip
 from qwen_quantize.pipeline.expert_stream import expert_unit
 from qwen_quantize.pipeline.plan import Plan
+from qwen_quantize.pipeline.solved import SolvedStore, SolvedStream
 from qwen_quantize.pipeline.solving import check_finite_group, factors_of, solve_group
 from qwen_quantize.pipeline.statistics_folder import ANYONE, StatisticsFolder, StreamStatistics
 from qwen_quantize.pipeline.stream import Progress, half_unit
@@ -48,11 +48,22 @@ class Sensitivity:
 
 
 class StreamSolver:
-    """Solves the linears of one stream as a plan has them, on statistics instead of a forward pass."""
+    """Solves the linears of one stream as a plan has them, on statistics instead of a forward pass.
 
-    def __init__(self, reader: ModelReader, folder: StatisticsFolder) -> None:
+    plans: by candidate. store: keeps what was solved, so that each stream is solved once for each candidate.
+    """
+
+    def __init__(
+        self,
+        reader: ModelReader,
+        folder: StatisticsFolder,
+        plans: Mapping[str, Plan],
+        store: SolvedStore | None = None,
+    ) -> None:
         self.reader = reader
         self.folder = folder
+        self.plans = plans
+        self._store = store
         self._read: dict[bool, tuple[str, dict[str, StreamStatistics]]] = {}
 
     def unit(self, name: str) -> dict[str, StreamStatistics]:
@@ -81,17 +92,20 @@ class StreamSolver:
         check_finite_group(self.reader, self.modules(place), group)
         return group
 
-    def solve(
-        self, plan: Plan, place: StreamPlace, plain: PlainGroup
-    ) -> tuple[dict[str, LayerSolution], float | None]:
-        """(the stream's linears as the plan's methods solve them, without what they move between linears first,
-        the largest magnitude of their input)."""
-        modules = self.modules(place)
+    def solve(self, candidate: str, place: StreamPlace, plain: PlainGroup) -> SolvedStream:
+        """The stream's linears as the candidate's method solves them, without what it moves between linears first."""
+        modules, plan = self.modules(place), self.plans[candidate]
+        kept = None if self._store is None else self._store.get(candidate, modules[0])
+        if kept is not None:
+            return kept
         choice = plan.choice_of(modules[0])
         seen = self._seen(plan, place)
-        factors = factors_of(choice.method, seen)
-        amax = None if seen is None else float(seen.amax.max())
-        return solve_group(choice, modules, plain, seen, factors), amax
+        solutions = solve_group(choice, modules, plain, seen, factors_of(choice.method, seen))
+        weights = {module: solution.quantized for module, solution in solutions.items()}
+        solved = SolvedStream(weights, None if seen is None else float(seen.amax.max()))
+        if self._store is not None:
+            self._store.put(candidate, modules[0], solved)
+        return solved
 
     def _seen(self, plan: Plan, place: StreamPlace) -> InputStatistics | None:
         """What the solver is given, for routed experts as `expert_statistics` has it (forced ones: their own)."""
@@ -141,14 +155,11 @@ def places(reader: ModelReader, layer: int) -> list[StreamPlace]:
 
 @torch.inference_mode()
 def measure_sensitivity(
-    plans: Mapping[str, Plan],
-    fitting: Mapping[str, frozenset[str]],
-    solver: StreamSolver,
-    progress: Progress,
+    fitting: Mapping[str, frozenset[str]], solver: StreamSolver, progress: Progress
 ) -> Sensitivity:
     """Solve every linear as each candidate has it; memory holds one stream at a time.
 
-    plans: by candidate; fitting: the linears that it is for.
+    fitting: by candidate the linears that it is for.
     """
     relative: dict[str, dict[str, float]] = {}
     noise: dict[str, dict[str, float]] = {}
@@ -159,7 +170,7 @@ def measure_sensitivity(
         waiting: list[tuple[tuple[Half, int | None, bool], str, str, float]] = []
         for place in places(solver.reader, layer):
             key = _way(place)
-            powers = _powers(plans, fitting, solver, place)
+            powers = _powers(fitting, solver, place)
             tokens = _tokens(solver, place)
             for module, by_candidate in powers.items():
                 writes = place.stream in RESIDUAL_WRITERS
@@ -190,23 +201,19 @@ def _tokens(solver: StreamSolver, place: StreamPlace) -> int:
 
 
 def _powers(
-    plans: Mapping[str, Plan],
-    fitting: Mapping[str, frozenset[str]],
-    solver: StreamSolver,
-    place: StreamPlace,
+    fitting: Mapping[str, frozenset[str]], solver: StreamSolver, place: StreamPlace
 ) -> dict[str, dict[str, OutputPower]]:
     modules = solver.modules(place)
-    wanted = [name for name in plans if modules[0] in fitting[name]]
+    wanted = [name for name in solver.plans if modules[0] in fitting[name]]
     if not wanted:
         return {}
     plain, stored = solver.plain(place), solver.raw(place).statistics
     weights: Sequence[torch.Tensor] = torch.split(plain.weight, list(plain.sizes))
     found: dict[str, dict[str, OutputPower]] = {module: {} for module in modules}
     for name in wanted:
-        plan = plans[name]
-        cast = plan.choice_of(modules[0]).chip_compute().cast
-        solutions, _ = solver.solve(plan, place, plain)
+        cast = solver.plans[name].choice_of(modules[0]).chip_compute().cast
+        solved = solver.solve(name, place, plain)
         for module, weight in zip(modules, weights, strict=True):
-            quantized = solutions[module].quantized.dequantize()
+            quantized = solved.weights[module].dequantize()
             found[module][name] = output_power(weight, quantized, stored, cast)
     return found

@@ -106,15 +106,15 @@ def _solve(choice: LinearChoice, problem: LayerProblem) -> LayerSolution:
 def quantized_group(
     choice: LinearChoice,
     plain: PlainGroup,
-    solutions: Mapping[str, LayerSolution],
+    weights: Mapping[str, QuantizedTensor],
     input_amax: float | None,
 ) -> LinearGroup:
-    """The group as the chip will run it. solutions: by module; input_amax: the largest magnitude of their input."""
+    """The group as the chip will run it. weights: by module; input_amax: the largest magnitude of their input."""
     scale, scheme = None, choice.scheme
     if has_static_scale(scheme):
         assert scheme.activation is not None
-        scale = float(static_input_scale(next(iter(solutions)), scheme.activation, input_amax))
-    return _emulated_group(choice, plain, [solution.quantized for solution in solutions.values()], scale)
+        scale = float(static_input_scale(next(iter(weights)), scheme.activation, input_amax))
+    return _emulated_group(choice, plain, list(weights.values()), scale)
 
 
 def has_static_scale(scheme: Scheme) -> bool:

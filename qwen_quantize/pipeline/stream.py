@@ -143,7 +143,8 @@ def solve_and_write(
         asdict(write_linear(run.plan, run.folder, name, solution, amax, bias))
         for (name, solution), bias in zip(solved.items(), biases, strict=True)
     ]
-    return quantized_group(choice, plain, solved, amax) if run.propagates else plain, records
+    weights = {name: solution.quantized for name, solution in solved.items()}
+    return quantized_group(choice, plain, weights, amax) if run.propagates else plain, records
 
 
 def check_half(run: ObservedRun, index: int, half: Half, layer: Layer) -> None:

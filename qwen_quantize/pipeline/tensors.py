@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -133,3 +133,15 @@ def _writing_order(
     by_output = {output.name: plan.name for plan in plans.values() for output in plan.outputs[:1]}
     ordered = [by_output[name] for name in expected if name in by_output]
     return ordered + sorted(set(plans) - set(ordered))
+
+
+def kept_matrices(tensors: Iterable[TensorPlan]) -> list[str]:
+    """Modules with a matrix that is no linear here but may be one to a reader: routers, gates, joining layers."""
+    return [
+        tensor.name.removesuffix(".weight")
+        for tensor in tensors
+        if tensor.action is Action.KEEP
+        and tensor.name.endswith(".weight")
+        and len(tensor.outputs[0].shape) == 2
+        and "embed" not in tensor.name
+    ]

@@ -262,7 +262,7 @@ def test_memory_ceiling_is_kept(tmp_path: Path, dataset: Path) -> None:
         [
             sys.executable, "-m", "qwen_quantize", "--model-path", str(model), "--output-path",
             str(tmp_path / "out"), "--device", "example@1.2", "--calibration-dataset", str(dataset),
-            "--calibration-samples", "256", "--calibration-length", "128", "--max-memory", "600MB",
+            "--calibration-samples", "96", "--calibration-length", "128", "--max-memory", "600MB",
             "--no-validate", "--json",
         ],
         capture_output=True, text=True,

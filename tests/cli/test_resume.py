@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -42,17 +43,35 @@ def held_out(tmp_path: Path) -> Path:
     return path
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A run that nobody stopped: what it read, and the hashes of what it wrote."""
+
+    model: Path
+    dataset: Path
+    text: Path
+    hashes: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    dataset, text = folder / "calib.jsonl", folder / "held-out.txt"
+    dataset.write_text("".join(f'{{"text": "{words(90, seed)}"}}\n' for seed in range(12)))
+    text.write_text(words(1500, seed=99))
+    done = CliRunner().invoke(app, command(tiny_source, folder / "out", dataset, text))
+    assert done.exit_code == 0, done.output
+    return Whole(tiny_source, dataset, text, hashes(folder / "out"))
+
+
 @pytest.mark.parametrize("stop_at", ["after 1", "after 3", "before 0", "before 2", "after 6"])
 def test_interrupted_run_resumes_to_the_same_bytes(
     stop_at: str,
-    model: Path,
-    dataset: Path,
-    held_out: Path,
+    whole: Whole,
     tmp_path: Path,
     run: Callable[..., Result],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert run(*command(model, tmp_path / "whole", dataset, held_out)).exit_code == 0
     when, count = stop_at.split()
     finish, seen = Journal.finish, []
 
@@ -65,7 +84,7 @@ def test_interrupted_run_resumes_to_the_same_bytes(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Journal, "finish", stopping)
-    arguments = command(model, tmp_path / "out", dataset, held_out)
+    arguments = command(whole.model, tmp_path / "out", whole.dataset, whole.text)
     stopped = CliRunner().invoke(app, arguments)
     assert stopped.exit_code == 130
     assert "--resume" in stopped.stderr
@@ -75,7 +94,7 @@ def test_interrupted_run_resumes_to_the_same_bytes(
     assert refused.exit_code == 2
     assert "--resume" in refused.stderr
     assert run(*arguments, "--resume").exit_code == 0
-    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
+    assert hashes(tmp_path / "out") == whole.hashes
     assert not list(tmp_path.glob(".out*"))
 
 

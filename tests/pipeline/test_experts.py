@@ -35,7 +35,12 @@ def run(*arguments: object) -> dict[str, Any]:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> list[str]:
-    calibration, held_out = tmp_path / "calib.jsonl", tmp_path / "held-out.txt"
+    return options_in(tmp_path)
+
+
+def options_in(folder: Path) -> list[str]:
+    """What all runs here have, with texts that are put into the folder."""
+    calibration, held_out = folder / "calib.jsonl", folder / "held-out.txt"
     calibration.write_text("".join(f'{{"text": "{words(90, seed)}"}}\n' for seed in range(6)))
     held_out.write_text(words(800, seed=50))
     return [
@@ -142,13 +147,23 @@ def test_unknown_policy_is_refused(tmp_path: Path) -> None:
     assert "shrink, forced, round" in result.stderr
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[object], dict[str, str]]:
+    """(a command without its output, what it writes when nobody stops it)."""
+    folder = tmp_path_factory.mktemp("whole")
+    command: list[object] = ["--model-path", make(folder / "model", "deepseek-v3"), *options_in(folder)]
+    run(*command, "--output-path", folder / "out")
+    return command, hashes(folder / "out")
+
+
 @pytest.mark.parametrize("stop_after", [2, 7, 12, 20])
 def test_interrupted_among_experts_resumes_to_the_same_bytes(
-    stop_after: int, tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+    stop_after: int,
+    whole: tuple[list[object], dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = make(tmp_path / "model", "deepseek-v3")
-    command: list[object] = ["--model-path", model, *texts]
-    run(*command, "--output-path", tmp_path / "whole")
+    command, expected = whole
     finish: Callable[..., None] = Journal.finish
     seen: list[str] = []
 
@@ -162,7 +177,7 @@ def test_interrupted_among_experts_resumes_to_the_same_bytes(
         patch.setattr(Journal, "finish", stopping)
         assert invoke(*command, "--output-path", tmp_path / "out").exit_code == 130
     run(*command, "--output-path", tmp_path / "out", "--resume")
-    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
+    assert hashes(tmp_path / "out") == expected
 
 
 def test_quantized_without_data_by_tensor_names(tmp_path: Path) -> None:

@@ -68,7 +68,12 @@ def _make_features_loud(folder: Path) -> None:
 
 @pytest.fixture
 def common(tmp_path: Path) -> list[str]:
-    calibration, held_out = tmp_path / "calib.jsonl", tmp_path / "held-out.txt"
+    return options_in(tmp_path)
+
+
+def options_in(folder: Path) -> list[str]:
+    """What all runs here have, with texts that are put into the folder."""
+    calibration, held_out = folder / "calib.jsonl", folder / "held-out.txt"
     calibration.write_text("".join(f'{{"text": "{words(90, seed)}"}}\n' for seed in range(6)))
     held_out.write_text(words(800, seed=50))
     return [
@@ -159,13 +164,24 @@ def test_a_move_changes_no_logit(
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4 * float(expected.abs().max()))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[object], dict[str, str]]:
+    """(a command without its output, what it writes when nobody stops it)."""
+    folder = tmp_path_factory.mktemp("whole")
+    model = make(folder / "model", "deepseek-v3")
+    command: list[object] = ["--model-path", model, "--quant-method", "awq_v2", *options_in(folder)]
+    run(*command, "--output-path", folder / "out")
+    return command, hashes(folder / "out")
+
+
 @pytest.mark.parametrize("stop_after", [1, 4, 9])
 def test_an_interrupted_run_resumes_to_the_same_bytes(
-    stop_after: int, tmp_path: Path, common: list[str], monkeypatch: pytest.MonkeyPatch
+    stop_after: int,
+    whole: tuple[list[object], dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = make(tmp_path / "model", "deepseek-v3")
-    command: list[object] = ["--model-path", model, "--quant-method", "awq_v2", *common]
-    run(*command, "--output-path", tmp_path / "whole")
+    command, expected = whole
     finish: Callable[..., None] = Journal.finish
     seen: list[str] = []
 
@@ -179,12 +195,18 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
         patch.setattr(Journal, "finish", stopping)
         assert invoke(*command, "--output-path", tmp_path / "out").exit_code == 130
     run(*command, "--output-path", tmp_path / "out", "--resume")
-    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
+    assert hashes(tmp_path / "out") == expected
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that no test writes to."""
+    return make(tmp_path_factory.mktemp("dense") / "model", "qwen3")
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "mxfp4", "nvfp4"])
-def test_without_data_the_rest_is_solved_one_by_one(scheme: str, tmp_path: Path) -> None:
-    model, out = make(tmp_path / "model", "qwen3"), tmp_path / "out"
+def test_without_data_the_rest_is_solved_one_by_one(scheme: str, dense: Path, tmp_path: Path) -> None:
+    model, out = dense, tmp_path / "out"
     run(
         "--model-path", model, "--output-path", out, "--device", "cpu", "--allow-unsupported",
         "--quant-method", "rtn", "--scheme", scheme, "--no-validate",
@@ -213,11 +235,10 @@ def test_without_data_the_rest_is_solved_one_by_one(scheme: str, tmp_path: Path)
     ],
 )
 def test_requests_that_do_not_go_together(
-    arguments: list[str], words_of_the_answer: str, tmp_path: Path
+    arguments: list[str], words_of_the_answer: str, dense: Path, tmp_path: Path
 ) -> None:
-    model = make(tmp_path / "model", "qwen3")
     result = invoke(
-        "--model-path", model, "--output-path", tmp_path / "out", "--device", "cpu", "--allow-unsupported",
+        "--model-path", dense, "--output-path", tmp_path / "out", "--device", "cpu", "--allow-unsupported",
         *arguments,
     )  # fmt: skip
     assert result.exit_code == 2, result.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from safetensors.torch import load_file
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.embedded import calibration_text_path
 from qwen_quantize.engine.load import ModelReader
-from qwen_quantize.pipeline.mixed import MixedRequest, weigh_request
+from qwen_quantize.pipeline.choices import LinearChoice
+from qwen_quantize.pipeline.choosable import MixedRequest, weigh_request
 from qwen_quantize.pipeline.plan import make_plan
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.sensitivity import StreamSolver, places
+from qwen_quantize.pipeline.solving import solve_group
 from qwen_quantize.pipeline.statistics_folder import read_statistics
 from tests.cli.test_resume import hashes
 from tests.pipeline.test_methods import invoke, make, run
@@ -131,6 +134,21 @@ def test_fewest_bits_under_a_loss(dense: Path, text: list[str], tmp_path: Path) 
     assert chosen[0]["bits_per_weight"] < chosen[1]["bits_per_weight"]
 
 
+def test_each_linear_is_solved_once_for_each_candidate(
+    dense: Path, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved: list[tuple[str, str]] = []
+
+    def counting(choice: LinearChoice, modules: Sequence[str], *rest: Any) -> Any:
+        solved.append((choice.scheme.name, modules[0]))
+        return solve_group(choice, modules, *rest)
+
+    monkeypatch.setattr("qwen_quantize.pipeline.sensitivity.solve_group", counting)
+    asked = ["--quant-method", "rtn", "--candidates", "w4a16:32,w8a16:64,16", *text]
+    quantized(dense, tmp_path / "out", *asked, "--max-loss", "1%")
+    assert len(solved) == len(set(solved)) == 2 * 2 * 4  # candidates, layers, streams
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -160,16 +178,14 @@ def test_experts_are_solved_alike_every_time(sparse: Path, text: list[str], tmp_
     run("--model-path", sparse, "--collect", tmp_path / "statistics", *text)
     source = open_source(sparse)
     recipe = Recipe(str(sparse), "cpu", "gptq", statistics=str(tmp_path / "statistics"), group_size=32)
-    plan, solver = (
-        make_plan(recipe, source),
-        StreamSolver(ModelReader(source), read_statistics(recipe.statistics or "")),
-    )
+    plans = {"w4a16:32": make_plan(recipe, source)}
+    solver = StreamSolver(ModelReader(source), read_statistics(recipe.statistics or ""), plans)
     routed = [place for place in places(solver.reader, 1) if place.expert is not None]
     for place in routed[:4]:
         plain = solver.plain(place)
         before = [moment.clone() for moment in solver.raw(place).statistics.second_moments]
-        (first, _), (second, _) = (solver.solve(plan, place, plain) for _ in range(2))
-        assert [one.error for one in first.values()] == [one.error for one in second.values()]
+        first, second = (solver.solve("w4a16:32", place, plain).weights for _ in range(2))
+        assert all(torch.equal(first[name].codes, second[name].codes) for name in first)
         after = solver.raw(place).statistics.second_moments
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
