@@ -34,7 +34,10 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """log_probability: of the whole continuation, in nats; greedy: whether each of its tokens is the likeliest."""
+    """log_probability: of the whole continuation, in nats; greedy: whether each of its tokens is the likeliest.
+
+    Where a cast overflowed and a probability is no number, the continuation counts as impossible.
+    """
 
     log_probability: float
     greedy: bool
@@ -120,8 +123,9 @@ def _likelihoods(model: LayeredScorer, requests: Sequence[Continuation], rows: T
     parts, hits = [], []
     for batch, wanted in zip(torch.split(rows, step), torch.split(targets, step), strict=True):
         scores = model.log_probabilities(batch)
-        parts.append(scores.gather(1, wanted.unsqueeze(1)).squeeze(1).double())
-        hits.append(scores.argmax(dim=1) == wanted)
+        own = scores.gather(1, wanted.unsqueeze(1)).squeeze(1).double()
+        parts.append(torch.where(own.isnan(), -torch.inf, own))
+        hits.append((scores.argmax(dim=1) == wanted) & ~own.isnan())
     sizes = [len(request.target) for request in requests]
     return [
         Likelihood(float(part.sum()), bool(hit.all()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,17 @@ def test_long_prompts_lose_their_beginning(whole: Model, tasks: TaskModel) -> No
     assert tasks.shortened == 2
     with pytest.raises(UserError, match="more than the model's context"):
         tasks.loglikelihood([("w1", " " + words(CONTEXT + 1, 1))])
+
+
+def test_no_number_is_impossible(reader: ModelReader) -> None:
+    class Overflowing(StreamedModel):
+        def log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(super().log_probabilities(hidden), torch.nan)
+
+    (found,) = score_continuations(
+        Overflowing(reader), [Continuation((1, 2), (0,))], lambda _what, _done, _total: None
+    )
+    assert (found.log_probability, found.greedy) == (-math.inf, False)
 
 
 def test_ids_beyond_the_model_are_refused(reader: ModelReader, tasks: TaskModel) -> None:
