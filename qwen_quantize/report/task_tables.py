@@ -29,40 +29,50 @@ def task_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def task_tables(record: Mapping[str, Any]) -> list[Table]:
-    """One row a task; with a reference, its accuracy, the change in pairs and the flips both ways."""
-    paired = any(task.get("flips") is not None for task in record["tasks"])
+    """Right answers, a row a task; with a reference a second table of the flips both ways. Made for 80 columns."""
+    right = _table("Tasks", ("items", "right", "95 % interval", "measure"))
+    for task in record["tasks"]:
+        interval = f"{100 * task['lower']:.1f} - {100 * task['upper']:.1f}"
+        right.add_row(
+            Text(task["name"]),
+            f"{task['items']:,}",
+            percent(task["accuracy"], 1),
+            interval,
+            Text(task["metric"]),
+        )
+    tables = [right]
+    paired = [task for task in record["tasks"] if task.get("flips") is not None]
+    if paired:
+        flips = _table("Flips", ("before", "change", "right→wrong", "wrong→right", "p"))
+        for task in paired:
+            flips.add_row(
+                Text(task["name"]),
+                percent(task["reference_accuracy"], 1),
+                _change(task),
+                str(task["flips"]["right_to_wrong"]),
+                str(task["flips"]["wrong_to_right"]),
+                significant(task["p_change"]),
+            )
+        tables.append(flips)
+    facts = " · ".join(f"{name} {value}" for name, value in _facts(record))
+    tables[-1].caption = Text(facts)
+    return tables
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Table:
     table = Table(
-        title="Tasks",
+        title=title,
         title_justify="left",
         title_style="bold",
         box=box.HORIZONTALS,
         pad_edge=False,
         expand=True,
-        caption=Text(" · ".join(f"{name} {value}" for name, value in _facts(record))),
         caption_justify="left",
     )
     table.add_column("task", overflow="fold", ratio=1)
-    table.add_column("items", justify="right", no_wrap=True)
-    table.add_column("right, 95 %", justify="right", overflow="fold")
-    if paired:
-        table.add_column("before", justify="right", no_wrap=True)
-        table.add_column("change ± error", justify="right", overflow="fold")
-        table.add_column("right→ wrong", justify="right")
-        table.add_column("wrong→ right", justify="right")
-        table.add_column("p", justify="right", no_wrap=True)
-    for task in record["tasks"]:
-        row: list[str | Text] = [Text(task["name"]), f"{task['items']:,}", _accuracy(task)]
-        if paired:
-            flips = task["flips"]
-            row += [
-                percent(task["reference_accuracy"], 1),
-                _change(task),
-                str(flips["right_to_wrong"]),
-                str(flips["wrong_to_right"]),
-                significant(task["p_change"]),
-            ]
-        table.add_row(*row)
-    return [table]
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
