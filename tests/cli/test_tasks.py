@@ -141,7 +141,7 @@ def test_the_harness_finds_the_same_answers(ask: Callable[..., dict[str, Any]], 
 
 @pytest.mark.slow
 @NEEDS_HARNESS
-def test_own_tasks_ask_for_written_answers(tmp_path: Path) -> None:
+def test_own_tasks_and_groups(tmp_path: Path) -> None:
     folder = tmp_path / "tasks"
     folder.mkdir()
     (folder / "data.jsonl").write_text('{"q": "It was a", "a": "no such answer"}\n' * 3)
@@ -152,12 +152,24 @@ def test_own_tasks_ask_for_written_answers(tmp_path: Path) -> None:
         'generation_kwargs: {until: ["\\n"], max_gen_toks: 4, do_sample: false}\n'
         "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
     )
-    done = harness(
-        "embedded:dense", "--tasks", "written", "--tasks-folder", folder, "--json", HF_HOME=str(tmp_path)
-    )
+    for name in ("first", "second"):
+        (folder / f"{name}.yaml").write_text(
+            f"task: {name}\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
+            f"dataset_kwargs: {{data_files: {{test: {local_tasks.FOLDER / 'heldout_word.jsonl'}}}}}\n"
+            'doc_to_text: "{{context}}"\ndoc_to_choice: choices\ndoc_to_target: answer\ntarget_delimiter: ""\n'
+            "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+        )
+    (folder / "pair.yaml").write_text("group: pair\ntask: [first, second]\n")
+    asked = ("--tasks", "written,pair", "--limit", 3, "--tasks-folder", folder, "--json")
+    done = harness("embedded:dense", *asked, HF_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    (task,) = json.loads(done.stdout)["tasks"]
-    assert (task["items"], task["accuracy"], task["metric"]) == (3, 0.0, "exact_match")
+    written, pair = json.loads(done.stdout)["tasks"]
+    assert (written["items"], written["accuracy"], written["metric"]) == (3, 0.0, "exact_match")
+    assert (pair["items"], pair["metric"]) == (6, "acc")
+    first, second = pair["parts"]
+    assert (first["name"], second["name"]) == ("first", "second")
+    assert first["items"] == second["items"] == 3
+    assert first["accuracy"] == second["accuracy"] == pair["accuracy"]
 
 
 @pytest.mark.slow
