@@ -174,6 +174,7 @@ def memory_bytes() -> int | None:
 def _extras() -> list[Observation]:
     extras = (
         ("datasets", "to calibrate on data sets of the hub"),
+        ("lm-eval", "to ask tasks of lm-evaluation-harness"),
         ("compressed-tensors", "to load that layout in transformers"),
         ("accelerate", "to load FP8 folders in transformers"),
     )

@@ -66,6 +66,7 @@ from qwen_quantize.cli.options import (
     WithClaims,
     pairs,
     parse_size,
+    refuse_given,
     version_pairs,
 )
 from qwen_quantize.cli.probe_command import probe_command
@@ -107,15 +108,6 @@ _CONVERTING = (
     "convert_from", "requantize", "scheme", "layout", "device", "output_path", "resume", "overwrite", "threads",
     "as_json", "quiet",
 )  # fmt: skip
-
-
-def _refuse_given(context: typer.Context, flag: str, names: tuple[str, ...], *, others: bool) -> None:
-    """UserError for an option given beside `flag` that is one of `names`, or, with `others`, none of them."""
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE" and (name in names) != others:
-            raise UserError(f"{parameter.opts[0]} says nothing beside {flag}; leave one of them out")
 
 
 _FIELDS = {
@@ -206,7 +198,7 @@ def main_command(
         return
     if collect is not None:
         with guard(as_json, resumable=True):
-            _refuse_given(context, "--collect", _COLLECTING, others=True)
+            refuse_given(context, "--collect", _COLLECTING, others=True)
             if calibration_column is not None and calibration_dataset is None:
                 raise UserError("--calibration-column names a column but there is no --calibration-dataset")
             from qwen_quantize.cli.statistics import run_collect
@@ -234,7 +226,7 @@ def main_command(
         return
     if convert_from is not None:
         with guard(as_json, resumable=True):
-            _refuse_given(context, "--from", _CONVERTING, others=True)
+            refuse_given(context, "--from", _CONVERTING, others=True)
             from qwen_quantize.cli.convert import ConvertRequest, run_convert
 
             run_convert(
@@ -266,7 +258,7 @@ def main_command(
             if text is not None and not text.strip():
                 raise UserError(f"{flag} is empty; leave it out or name something")
         if from_statistics is not None:
-            _refuse_given(context, "--from-statistics", _CALIBRATING, others=False)
+            refuse_given(context, "--from-statistics", _CALIBRATING, others=False)
         if calibration_column is not None and calibration_dataset is None:
             raise UserError("--calibration-column names a column but there is no --calibration-dataset")
         if expert_policy not in EXPERT_POLICIES:

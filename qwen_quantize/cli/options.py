@@ -212,3 +212,12 @@ def parse_size(text: str | None) -> int | None:
         return int(float(digits) * units[unit])
     except (KeyError, ValueError, OverflowError):
         raise UserError(f"--max-memory {text!r} is not a size such as 8GiB or 1500MB") from None
+
+
+def refuse_given(context: typer.Context, flag: str, names: tuple[str, ...], *, others: bool) -> None:
+    """UserError for an option given beside `flag` that is one of `names`, or, with `others`, none of them."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and (name in names) != others:
+            raise UserError(f"{parameter.opts[0]} says nothing beside {flag}; leave one of them out")

@@ -41,6 +41,11 @@ def heldout_text_path() -> Path:
     return _path("heldout.txt")
 
 
+def local_tasks_path() -> Path:
+    """A folder of small tasks made from the held-out text: for each a .jsonl of items and lm_eval's .yaml."""
+    return _path("tasks")
+
+
 def _path(name: str) -> Path:
     found = files(__name__) / name
     # A package imported from a zip archive has no paths to hand to readers that map files into memory.
