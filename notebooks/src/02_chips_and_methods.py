@@ -217,9 +217,9 @@ plots[0].invert_yaxis()
 figure.suptitle(
     word(
         "Take the ringed method: upper ring for accuracy (8 bits), lower ring for size and one user's speed (4 bits)\n"
-        "● documents allow it   ○ no document says      further left is more accurate",
+        "● documents allow it   ○ no document says      further left is more accurate (small embedded model)",
         "选带圈的方法：上圈求准确（8 位），下圈求小和单用户速度（4 位）\n"
-        "● 文档允许   ○ 无公开文档      越左越准",
+        "● 文档允许   ○ 无公开文档      越左越准（内置小模型）",
     )
 )
 plt.show()
