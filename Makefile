@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all check real-model benchmarks docs clean
+.PHONY: demo test test-all check real-model benchmarks notebooks docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,datasets,eval]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,datasets,eval,notebooks]"
 	touch $(STAMP)
 
 demo: $(STAMP)  ## quantize the embedded model for Ascend, read it back, show what it is worth
@@ -35,6 +35,9 @@ real-model: $(STAMP)  ## fetch SmolLM2-135M-Instruct (93 MB) and texts for it in
 
 benchmarks: $(STAMP)  ## throughput of the number formats on this machine
 	$(BIN)/python benchmarks/casts.py
+
+notebooks: $(STAMP)  ## run them all and keep their outputs: some minutes
+	$(BIN)/python tools/make_notebooks.py
 
 docs: $(STAMP)  ## the site, into build/site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
