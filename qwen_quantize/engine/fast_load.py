@@ -74,16 +74,16 @@ class FastReader(ModelReader):
         """As the base class, packed; of a chip's arithmetic only the cast of inputs is kept."""
         names = [self.blueprint.module_name(layer, site, expert) for site in sites]
         found = [self._read_codes(name) for name in names]
+        whole = [codes for codes in found if codes is not None]
+        if not whole:
+            return super().read_group(layer, sites, chip, expert)
+        if len(whole) < len(found):
+            return MixedGroup(tuple(self.read_group(layer, (site,), chip, expert) for site in sites))
         ways = [self._computed_as(name, chip) for name in names]
         biases = [
             self._read_bias(name, self.blueprint.has_bias(site))
             for name, site in zip(names, sites, strict=True)
         ]
-        whole = [codes for codes in found if codes is not None]
-        if not whole or len(whole) < len(found):
-            if not whole:
-                return super().read_group(layer, sites, chip, expert)
-            return MixedGroup(tuple(self.read_group(layer, (site,), chip, expert) for site in sites))
         alike = {(it.kind, it.group, it.scale.shape[1]) for it in whole}
         if len(alike) == 1 and all(way == ways[0] for way in ways):
             return self._pack(whole, biases, ways[0])
