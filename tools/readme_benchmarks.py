@@ -65,20 +65,21 @@ def _speed(say: Language, found: Any) -> str:
 
 def _peers(say: Language, found: Any) -> str:
     names = list(found["texts"])
-    head = [say(w) for w in ("task", "tool", "method", "seconds", "peak memory")]
+    head = [say(w) for w in ("task", "tool", "method", "seconds", "CPU seconds", "peak memory")]
     head += [f"{say('rise')}, {say(name)}" for name in names]
     head += [f"KL, {say(name)}" for name in names]
     rows = []
     for row in found["rows"]:
         start = [row["task"], row["tool"], f"`{row['method']}`"]
         if "not_run" in row:
-            rows.append([*start, say("not run"), "", *[""] * (2 * len(names))])
+            rows.append([*start, say("not run"), *[""] * (2 + 2 * len(names))])
             continue
         texts = [row["texts"][name] for name in names]
         rows.append(
             [
                 *start,
                 f"{row['seconds']:.0f}",
+                f"{row['cpu_seconds']:.0f}",
                 f"{row['peak_memory_bytes'] / 2**20:.0f} MiB",
                 *(f"{100 * text['rise']:+.1f} % ± {100 * text['rise_standard_error']:.1f}" for text in texts),
                 *(f"{text['kl_mean']:.4f}" for text in texts),

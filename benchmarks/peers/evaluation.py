@@ -120,17 +120,24 @@ def evaluator(model: Path, windows: Mapping[str, Tensor]) -> Evaluator:
 def read_back(quantized: Path, weights: Path) -> dict[str, Any]:
     """How this package decodes a checkpoint that a peer wrote, held against the peer's own decoding.
 
-    largest_difference: of two weights, over the largest magnitude in its linear.
+    largest_difference: of two weights, over the largest magnitude in its linear. equal_in_fp16: linears that are
+    equal when ours are rounded to FP16, in which some peers multiply codes and scales.
     """
     ours, theirs = ModelReader(open_source(quantized)), ModelReader(open_source(weights))
-    linears, equal, largest = 0, 0, 0.0
+    linears, equal, equal_in_fp16, largest = 0, 0, 0, 0.0
     for stored in ours.quantized_linears():
-        expected = theirs.read_linear(stored.module)
-        difference = (ours.read_linear(stored.module) - expected).abs().max() / expected.abs().max()
+        expected, found = theirs.read_linear(stored.module), ours.read_linear(stored.module)
+        difference = (found - expected).abs().max() / expected.abs().max()
         linears += 1
         equal += int(difference == 0)
+        equal_in_fp16 += int(torch.equal(found.to(torch.float16).to(expected.dtype), expected))
         largest = max(largest, float(difference))
-    return {"linears": linears, "equal": equal, "largest_difference": largest}
+    return {
+        "linears": linears,
+        "equal": equal,
+        "equal_in_fp16": equal_in_fp16,
+        "largest_difference": largest,
+    }
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:

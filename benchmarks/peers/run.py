@@ -3,7 +3,9 @@
     python benchmarks/peers/run.py [--json] [--only WORD]... [--slow] [--trial] [--folder build/peers]
 
 Each row runs in a process of its own, peers in a virtual environment of their own, and leaves a JSON in FOLDER/rows;
-what is there is not run again. A row that cannot run says why. The weights that a peer made are read as float32 and
+what is there is not run again. A row that cannot run says why. `seconds` is time on the clock, `cpu_seconds` that of
+all threads together, which other work on the machine changes little; ours hold the whole process, a peer's only its
+call that quantizes. The weights that a peer made are read as float32 and
 measured by this package's engine, activations cast alike for all. --json prints rows and summary, for
 benchmarks/results/peers.json.
 """
@@ -14,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
@@ -51,7 +54,12 @@ def quantize_with_peer(row: Row, inputs: Inputs, place: Path, folder: Path, limi
     record: dict[str, Any] = json.loads((place / "record.json").read_text())
     if "error" in record:
         raise NotRun(record["error"])
-    return {**record, "parts": record["seconds"], "seconds": record["seconds"]["quantize"]}
+    return {
+        **record,
+        "parts": record["seconds"],
+        "seconds": record["seconds"]["quantize"],
+        "cpu_seconds": record["cpu_seconds"]["quantize"],
+    }
 
 
 def quantize_with_ours(row: Row, inputs: Inputs, place: Path, device: str, limit: float) -> dict[str, Any]:
@@ -62,7 +70,9 @@ def quantize_with_ours(row: Row, inputs: Inputs, place: Path, device: str, limit
     if row.calibrated:
         command += ["--calibration-dataset", str(inputs.dataset), "--seed", str(SEED)]
         command += ["--calibration-samples", str(inputs.samples), "--calibration-length", str(LENGTH)]
+    before = _cpu_seconds_of_children()
     said = _call(command, place, limit)
+    cpu_seconds = _cpu_seconds_of_children() - before
     try:
         record = json.loads(said)
     except ValueError:
@@ -73,10 +83,16 @@ def quantize_with_ours(row: Row, inputs: Inputs, place: Path, device: str, limit
         "version": __version__,
         "torch": torch.__version__,
         "seconds": record["seconds"],
+        "cpu_seconds": cpu_seconds,
         "peak_memory_bytes": record["peak_memory_bytes"],
         "output_bytes": sum(path.stat().st_size for path in (place / "weights").glob("*.safetensors")),
         "linear_bytes": linear_bytes(place / "weights"),
     }
+
+
+def _cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _call(command: Sequence[str], place: Path, limit: float) -> str:

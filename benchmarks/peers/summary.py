@@ -19,7 +19,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     lines += [
         _cost(records, task, field)
         for task in (SYMMETRIC, ASYMMETRIC)
-        for field in ("seconds", "peak_memory_bytes")
+        for field in ("seconds", "cpu_seconds", "peak_memory_bytes")
     ]
     lines += [_not_worse_than_rtn(records, task) for task in (SYMMETRIC, ASYMMETRIC, W8A8, FP8, MXFP4, MXFP8)]
     lines += [_never_worse(records, task, text) for task in (W8A8, FP8, MXFP4, MXFP8) for text in texts]
