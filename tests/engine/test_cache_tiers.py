@@ -193,7 +193,7 @@ def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     with monkeypatch.context() as patch:
         patch.setattr(cache_pages, "preallocate", full)
-        with pytest.raises(UserError, match="the disk is full: the key-value cache needs .* set TMPDIR"):
+        with pytest.raises(UserError, match=r"the disk is full: the key-value cache needs .* set TMPDIR"):
             model.new_cache(2, TOTAL, None, options)
     cache = model.new_cache(2, TOTAL, None, options)
     monkeypatch.setattr(cache_pages, "write_at", full)
