@@ -255,11 +255,12 @@ class KVCache(TokenCache):
 
     def _store_keys(self, room: Tensor, keys: Tensor, first: int) -> None:
         """keys [B, heads, n, dim], as tokens `first` .. of a page."""
-        tokens = torch.arange(first, first + keys.shape[2])
+        end = first + keys.shape[2]
         if self.interleaved:
+            tokens = torch.arange(first, end)
             room[:, :, tokens // LINE, :, tokens % LINE] = keys.permute(2, 0, 1, 3)
         else:
-            room[:, :, first : first + keys.shape[2]] = keys
+            room[:, :, first:end] = keys
 
     def _read_keys(self, room: Tensor, tokens: int) -> Tensor:
         """[B, heads, tokens, dim] of a page's first tokens."""
