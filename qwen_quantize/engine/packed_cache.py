@@ -45,6 +45,10 @@ class _PackedTensor:
     def file_bytes(self) -> int:
         return self._pages.file_bytes
 
+    def reserve(self, quantized: int) -> None:
+        if quantized:
+            self._pages.writable((quantized - 1) // self._pages.tokens)
+
     def append(self, x: Tensor, start: int) -> Tensor:
         """Store x [B, T, width] as tokens start ..; returns those of them and of the tail that are read in full.
 
@@ -166,6 +170,12 @@ class PackedKVCache(TokenCache):
     def packed_bytes(self) -> int:
         """Of keys and values alone; of a full cache `KvPlan.bytes_at` foretells it."""
         return self.nbytes - self.side_bytes
+
+    def reserve(self, tokens: int) -> None:
+        """Make the pages of the next tokens; ValueError if there is no room."""
+        quantized = self._plan.quantized_count(self.end_after(tokens))
+        for tensor in self._tensors():
+            tensor.reserve(quantized)
 
     def _tensors(self) -> list[_PackedTensor]:
         return [tensor for layer in self._layers if layer is not None for tensor in layer]
