@@ -151,7 +151,8 @@ def _statistics(
 def row_of(case: Case, text: str, plan: KvPlan, ours: Tensor, exact: Tensor, config: Any) -> dict[str, Any]:
     window = case.windows.shape[1]
     rise, error = paired_rise(exact, ours, window - 1)
-    packed = PackedKVCache(config, plan, 1, window).packed_bytes
+    cache = PackedKVCache(config, plan, 1, window)
+    cache.reserve(window)
     return {
         "model": case.name,
         "scheme": text,
@@ -160,7 +161,7 @@ def row_of(case: Case, text: str, plan: KvPlan, ours: Tensor, exact: Tensor, con
         "bits": plan.bits,
         "bits_at_window": plan.bits_at(window),
         "planned_bytes": plan.bytes_at(1, window),
-        "measured_bytes": packed,
+        "measured_bytes": cache.packed_bytes,
         "perplexity": perplexity(ours),
         "reference_perplexity": perplexity(exact),
         "rise": rise,

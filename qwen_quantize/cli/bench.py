@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from qwen_quantize.chip_profiles.loader import load_profile
+from qwen_quantize.cli.cache import NOTHING_ASKED, CacheRequest, plan_words
 from qwen_quantize.cli.console import Speaker
 from qwen_quantize.cli.session import (
     ChipQuestion,
@@ -69,6 +70,7 @@ class BenchRequest:
     model_of: str | None = None
     html: Path | None = None
     kv_cache: str | None = None
+    cache: CacheRequest = NOTHING_ASKED
 
     def chosen(self) -> list[Load]:
         unknown = [name for name in self.loads if name not in LOADS]
@@ -100,12 +102,11 @@ def run_bench(
     chip = folder_chip(ChipQuestion(None), read_manifest(path), reader)
     config = reader.blueprint.config
     for load in loads:
-        if load.prompt_tokens + load.new_tokens > config.max_position:
-            hint = "" if load.name == "asked" else f", load {load.name}: make it smaller with --scale"
-            raise UserError(
-                f"{load.prompt_tokens} + {load.new_tokens} tokens are more than this model's context of "
-                f"{config.max_position}{hint}"
-            )
+        hint = "" if load.name == "asked" else f", load {load.name}: make it smaller with --scale"
+        request.cache.check_length(load.prompt_tokens, load.new_tokens, config, hint)
+    options, warning = request.cache.options(), request.cache.warning(config)
+    if warning is not None:
+        speaker.say(warning)
     profile = None if request.model_of is None else load_profile(request.model_of)
     device = find_device(request.device)
     on_cpu = device.type == "cpu"
@@ -119,9 +120,12 @@ def run_bench(
     speeds = []
     for load in loads:
         generator = torch.Generator().manual_seed(0)
+        tokens = load.prompt_tokens + load.new_tokens
+        if request.cache.memory is not None:
+            speaker.say(plan_words(model.plan_cache(load.batch, tokens, kv_plan, options), tokens))
         prompt = torch.randint(config.vocab_size, (load.batch, load.prompt_tokens), generator=generator)
         with contextlib.nullcontext() if on_cpu else device:
-            speeds.append(measure_speed(model, prompt.to(device), load.new_tokens, kv_plan))
+            speeds.append(measure_speed(model, prompt.to(device), load.new_tokens, kv_plan, options))
     records = [_record(load, speed, roof, operations) for load, speed in zip(loads, speeds, strict=True)]
     main = next((record for record in records if record["load"] == "C"), records[0])
     same = (
@@ -170,6 +174,7 @@ def _record(load: Load, speed: Speed, roof: Roofline, operations: int) -> dict[s
         "step_seconds": list(speed.step_seconds),
         "weight_bytes": speed.weight_bytes,
         "cache_bytes": speed.cache_bytes,
+        "cache_file_bytes": speed.cache_file_bytes,
         "decode_bound_tokens_per_second": bound,
         "prefill_bound_tokens_per_second": roof.prefill_bound(operations),
         "bandwidth_bound_fraction": None if bound is None else speed.decode_tokens_per_second / bound,
@@ -229,6 +234,12 @@ def _say(speaker: Speaker, record: Mapping[str, Any]) -> None:
             "profile's bandwidth and peak, measured nowhere"
         )
     speaker.say(
-        f"memory:  weights {human_bytes(record['weight_bytes'])}, cache {human_bytes(record['cache_bytes'])}, "
+        f"memory:  weights {human_bytes(record['weight_bytes'])}, cache {human_bytes(record['cache_bytes'])}"
+        f"{_in_file(record['loads'])}, "
         f"peak {human_bytes(record['peak_memory_bytes'])}"
     )
+
+
+def _in_file(loads: list[dict[str, Any]]) -> str:
+    most = max(load["cache_file_bytes"] for load in loads)
+    return f" (up to {human_bytes(most)} in a file)" if most else ""

@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from qwen_quantize.cli.guard import guard
-from qwen_quantize.cli.options import Fast, Json, KvCache, Quiet, Threads
+from qwen_quantize.cli.options import (
+    CacheLayoutName,
+    CacheMemory,
+    ContextLength,
+    Fast,
+    Json,
+    KvCache,
+    Quiet,
+    Threads,
+    parse_size,
+)
 
 
 def bench_command(
@@ -16,6 +26,9 @@ def bench_command(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 128,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 64,
     kv_cache: KvCache = None,
+    cache_memory: CacheMemory = None,
+    cache_layout: CacheLayoutName = None,
+    context: ContextLength = None,
     load: Annotated[
         str, typer.Option("--load", help="Loads to run: A (batch 16), B (long context), C (chat); e.g. A,C.")
     ] = "",
@@ -34,9 +47,20 @@ def bench_command(
     """Speed and memory of the bundled engine on this machine."""
     with guard(as_json):
         from qwen_quantize.cli.bench import BenchRequest, run_bench
+        from qwen_quantize.cli.cache import CacheRequest
 
         loads = tuple(name for name in load.split(",") if name)
         request = BenchRequest(
-            prompt_tokens, new_tokens, loads, scale, fast, head, device, model_of, html, kv_cache
+            prompt_tokens,
+            new_tokens,
+            loads,
+            scale,
+            fast,
+            head,
+            device,
+            model_of,
+            html,
+            kv_cache,
+            CacheRequest(parse_size(cache_memory, "--cache-memory"), cache_layout, context),
         )
         run_bench(model, request, threads=threads, as_json=as_json, quiet=quiet)

@@ -7,6 +7,7 @@ import sys
 import torch
 
 from qwen_quantize.cli.bench import load_for_speed
+from qwen_quantize.cli.cache import NOTHING_ASKED, CacheRequest, plan_words
 from qwen_quantize.cli.session import (
     ChipQuestion,
     folder_chip,
@@ -16,8 +17,10 @@ from qwen_quantize.cli.session import (
     use_threads,
 )
 from qwen_quantize.engine.generate import greedy_tokens
+from qwen_quantize.engine.model import Model
 from qwen_quantize.engine.tokenizer import Message
 from qwen_quantize.errors import UserError
+from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.pipeline.run import check_token_ids, source_tokenizer
 
 
@@ -30,6 +33,7 @@ def run_generate(
     threads: int | None,
     fast: bool = False,
     kv_cache: str | None = None,
+    cache: CacheRequest = NOTHING_ASKED,
 ) -> None:
     use_threads(threads)
     reader = open_reader(path)
@@ -39,19 +43,18 @@ def run_generate(
         prompt = tokenizer.apply_chat_template([Message("user", prompt)], add_generation_prompt=True)
     ids = tokenizer.encode(prompt, add_special_tokens=not chat)
     check_token_ids(torch.tensor(ids, dtype=torch.int64), reader)
-    context = reader.blueprint.config.max_position
-    if len(ids) + max_new_tokens > context:
-        raise UserError(
-            f"{len(ids)} + {max_new_tokens} tokens are more than this model's context of {context}"
-        )
+    options, config = cache.options(), reader.blueprint.config
+    cache.check_length(len(ids), max_new_tokens, config)
     if not ids:
         raise UserError("the prompt is empty")
     model, _ = load_for_speed(reader, chip.compute, fast, "stored")
     kv_plan = folder_kv_plan(kv_cache, path, reader, chip, None)
+    for line in _notes(cache, model, len(ids) + max_new_tokens, kv_plan):
+        sys.stderr.write(f"{line}\n")
     stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     new: list[int] = []
     shown = ""
-    for token in greedy_tokens(model, ids, max_new_tokens, stop, kv_plan):
+    for token in greedy_tokens(model, ids, max_new_tokens, stop, kv_plan, options):
         new.append(token)
         text = tokenizer.decode(new)
         if not text.endswith("�"):  # half of a character that several tokens make up
@@ -59,3 +62,11 @@ def run_generate(
             sys.stdout.flush()
             shown = text
     sys.stdout.write("\n")
+
+
+def _notes(cache: CacheRequest, model: Model, tokens: int, kv_plan: KvPlan | None) -> list[str]:
+    warning = cache.warning(model.blueprint.config)
+    notes = [] if warning is None else [warning]
+    if cache.memory is not None:
+        notes.append(plan_words(model.plan_cache(1, tokens, kv_plan, cache.options()), tokens))
+    return notes

@@ -21,12 +21,15 @@ from qwen_quantize.cli.options import (
     Assume,
     Asymmetric,
     BlockSize,
+    CacheLayoutName,
+    CacheMemory,
     CalibrationColumn,
     CalibrationDataset,
     CalibrationLength,
     CalibrationSamples,
     Candidates,
     Collect,
+    ContextLength,
     ConvertFrom,
     Device,
     Driver,
@@ -328,14 +331,28 @@ def generate_command(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
     kv_cache: KvCache = None,
+    cache_memory: CacheMemory = None,
+    cache_layout: CacheLayoutName = None,
+    context: ContextLength = None,
     fast: Fast = False,
     threads: Threads = None,
 ) -> None:
     """Continue a text greedily with the bundled engine: a quick look at what a model says."""
     with guard(False):
+        from qwen_quantize.cli.cache import CacheRequest
         from qwen_quantize.cli.generate import run_generate
 
-        run_generate(model, prompt, max_new_tokens, chat=chat, threads=threads, fast=fast, kv_cache=kv_cache)
+        cache = CacheRequest(parse_size(cache_memory, "--cache-memory"), cache_layout, context)
+        run_generate(
+            model,
+            prompt,
+            max_new_tokens,
+            chat=chat,
+            threads=threads,
+            fast=fast,
+            kv_cache=kv_cache,
+            cache=cache,
+        )
 
 
 @app.command("report")

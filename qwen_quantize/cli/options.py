@@ -26,6 +26,24 @@ KvCache = Annotated[
         "window=N and sinks=N may follow after commas.",
     ),
 ]
+CacheMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-memory",
+        help="Ceiling of the key-value cache in memory, e.g. 2GiB: older tokens beyond it go to a temporary file.",
+    ),
+]
+CacheLayoutName = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-layout",
+        help="Keys of a float32 cache: head-major, or interleaved to cache lines (default: the fastest).",
+    ),
+]
+ContextLength = Annotated[
+    int | None,
+    typer.Option("--context", min=1, help="Tokens to allow, where the model's own context is shorter."),
+]
 Fast = Annotated[
     bool,
     typer.Option("--fast", help="Packed linears although inputs are cast: the casts stay, sums are float32."),
@@ -199,7 +217,7 @@ def version_pairs(
     return tuple((name, value) for name, value in named.items() if value is not None)
 
 
-def parse_size(text: str | None) -> int | None:
+def parse_size(text: str | None, flag: str = "--max-memory") -> int | None:
     """`8GiB`, `1500MB` or plain bytes."""
     if text is None:
         return None
@@ -211,7 +229,7 @@ def parse_size(text: str | None) -> int | None:
     try:
         return int(float(digits) * units[unit])
     except (KeyError, ValueError, OverflowError):
-        raise UserError(f"--max-memory {text!r} is not a size such as 8GiB or 1500MB") from None
+        raise UserError(f"{flag} {text!r} is not a size such as 8GiB or 1500MB") from None
 
 
 def refuse_given(context: typer.Context, flag: str, names: tuple[str, ...], *, others: bool) -> None:

@@ -2,15 +2,16 @@
 //
 // All layers run in one call, for at most a few tokens of different texts at the same position; products and threads
 // are those of fast_linear.c, whose functions come as pointers. Attention is split by key head and by stretches of
-// the context, whose softmaxes are merged (as in flash decoding).
+// the context, whose softmaxes are merged (as in flash decoding). Keys and values lie in pages, those of old tokens in
+// a file perhaps: stretches begin at the same positions wherever they come from, so that sums are the same.
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #define LANES 16
-#define STRETCHES 64
-#define SHORTEST 64
+#define STRETCH 64  // tokens; divides a page
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float floats __attribute__((vector_size(64), aligned(4), may_alias));
@@ -52,11 +53,14 @@ struct model {
   float epsilon, scale, score_cap;  // score_cap 0: none
 };
 
-// keys, values: [layers, batch, key heads, capacity, head_size]. cosine, sine: [2][rotary / 2] of the position.
+// keys, values: [layers][pages]; a page of values is [batch, key heads, tokens, head_size], one of keys the same or,
+// if interleaved, [batch, key heads, tokens / LANES, head_size, LANES]. NULL: a full page in `file`, which begins at
+// place[layer] + page * page_bytes. The last page may hold fewer tokens. cosine, sine: [2][rotary / 2] of the position.
 struct state {
-  float *keys, *values;
+  float *const *keys, *const *values;
+  const int64_t *key_places, *value_places;
   const float *cosine, *sine;
-  int64_t batch, capacity, position;
+  int64_t batch, capacity, position, page, pages, page_bytes, file, interleaved;
 };
 
 INLINE floats load(const float *p) { return *(const floats *)p; }
@@ -138,31 +142,58 @@ static void rotate(float *x, const struct model *model, const float *cosine, con
 struct attention {
   const struct model *model;
   const struct state *state;
-  const float *query;           // [batch][stride]
-  const float *keys, *values;   // of the layer
-  float *scores;                // [batch * heads][capacity]
-  float *mixed, *most, *total;  // of each [batch * heads][STRETCHES], mixed [head_size]
-  int64_t stride, first, stretch, stretches;
+  const float *query;                  // [batch][stride]
+  float *const *keys, *const *values;  // of the layer's pages
+  float *scores;                       // [batch * heads][stretches][STRETCH]
+  float *mixed, *most, *total;         // of each [batch * heads][stretches], mixed [head_size]
+  int64_t key_place, value_place;      // of the layer in a page of the file
+  int64_t stride, first, stretches;
+  int failed;  // any thread may set it
 };
 
-// One key head and one stretch of the context, for all queries that share the head.
-static void attend_stretch(const struct attention *a, int64_t item) {
+// Whether `count` floats came from the file.
+static int read_floats(int64_t file, float *x, int64_t count, int64_t place) {
+  for (int64_t left = count * (int64_t)sizeof(float); left;) {
+    const ssize_t got = pread((int)file, (char *)x + (count * (int64_t)sizeof(float) - left), (size_t)left, place);
+    if (got <= 0) return 0;
+    left -= got, place += got;
+  }
+  return 1;
+}
+
+static int64_t rounded_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+// Scores of `count` tokens behind the first `lead` of the lines at `keys`, LANES tokens at a time.
+static void score_lines(const float *query, const float *keys, int64_t size, int64_t lead, int64_t count, float *scores) {
+  for (int64_t line = 0; line < lead + count; line += LANES, keys += LANES * size) {
+    floats sum[4] = {{0}};
+    int64_t d = 0;
+    for (; d + 4 <= size; d += 4)
+      for (int i = 0; i < 4; i++) sum[i] += load(keys + (d + i) * LANES) * query[d + i];
+    for (; d < size; d++) sum[0] += load(keys + d * LANES) * query[d];
+    float some[LANES];
+    store(some, (sum[0] + sum[1]) + (sum[2] + sum[3]));
+    for (int64_t i = line < lead ? lead - line : 0; i < LANES && line + i < lead + count; i++)
+      scores[line + i - lead] = some[i];
+  }
+}
+
+// One key head and one stretch of the context, for all queries that share the head. keys: of the tokens from
+// begin - lead on; values: from begin on.
+static void attend_tokens(struct attention *a, int64_t head, int64_t part, const float *keys, const float *values,
+                          int64_t lead, int64_t count) {
   const struct model *model = a->model;
-  const int64_t size = model->head_size, shared = model->heads / model->key_heads;
-  const int64_t part = item % a->stretches, head = item / a->stretches, text = head / model->key_heads;
-  const int64_t begin = a->first + part * a->stretch, end = a->state->position + 1;
-  const int64_t count = end - begin < a->stretch ? end - begin : a->stretch;
-  const float *keys = a->keys + (head * a->state->capacity + begin) * size;
-  const float *values = a->values + (head * a->state->capacity + begin) * size;
+  const int64_t size = model->head_size, shared = model->heads / model->key_heads, text = head / model->key_heads;
   const int64_t first_query = head % model->key_heads * shared;
   const float *query = a->query + text * a->stride + first_query * size;
   const int64_t row = text * model->heads + first_query;
-  for (int64_t s = 0; s < count; s++)
-    for (int64_t q = 0; q < shared; q++)
-      a->scores[(row + q) * a->state->capacity + part * a->stretch + s] =
-          dot(query + q * size, keys + s * size, size) * model->scale;
   for (int64_t q = 0; q < shared; q++) {
-    float *scores = a->scores + (row + q) * a->state->capacity + part * a->stretch;
+    float *scores = a->scores + ((row + q) * a->stretches + part) * STRETCH;
+    if (a->state->interleaved)
+      score_lines(query + q * size, keys, size, lead, count, scores);
+    else
+      for (int64_t s = 0; s < count; s++) scores[s] = dot(query + q * size, keys + s * size, size);
+    for (int64_t s = 0; s < count; s++) scores[s] *= model->scale;
     if (model->score_cap > 0)
       for (int64_t s = 0; s < count; s++) scores[s] = tanhf(scores[s] / model->score_cap) * model->score_cap;
     float most = scores[0], total = 0;
@@ -175,7 +206,7 @@ static void attend_stretch(const struct attention *a, int64_t item) {
       for (int64_t i = 0; i < n; i++) total += some[i];
       memcpy(scores + s, some, sizeof(float) * (size_t)n);
     }
-    const int64_t place = (row + q) * STRETCHES + part;
+    const int64_t place = (row + q) * a->stretches + part;
     float *mixed = a->mixed + place * size;
     int64_t d = 0;
     for (; d + 4 * LANES <= size; d += 4 * LANES) {
@@ -191,12 +222,46 @@ static void attend_stretch(const struct attention *a, int64_t item) {
   }
 }
 
+// Of a page in the file; apart, because the room it takes on the stack is seldom needed.
+static __attribute__((noinline)) void attend_file(struct attention *a, int64_t head, int64_t part, int64_t page,
+                                                  int64_t within, int64_t lead, int64_t count) {
+  const struct state *state = a->state;
+  const int64_t size = a->model->head_size, place = page * state->page_bytes, token = (head * state->page + within) * size;
+  const int64_t in_keys = state->interleaved ? rounded_up(lead + count) : count;
+  float keys[STRETCH * size], values[STRETCH * size];
+  const int64_t key_place = a->key_place + place + (token - lead * size) * (int64_t)sizeof(float);
+  const int64_t value_place = a->value_place + place + token * (int64_t)sizeof(float);
+  if (read_floats(state->file, keys, in_keys * size, key_place) &&
+      read_floats(state->file, values, count * size, value_place))
+    attend_tokens(a, head, part, keys, values, lead, count);
+  else
+    a->failed = 1;
+}
+
+static void attend_stretch(struct attention *a, int64_t item) {
+  const struct state *state = a->state;
+  const int64_t size = a->model->head_size, part = item % a->stretches, head = item / a->stretches;
+  const int64_t stretch = (a->first / STRETCH + part) * STRETCH;
+  const int64_t begin = stretch > a->first ? stretch : a->first;
+  const int64_t end = stretch + STRETCH <= state->position ? stretch + STRETCH : state->position + 1;
+  const int64_t page = begin / state->page, within = begin % state->page, base = page * state->page;
+  const int64_t lead = state->interleaved ? begin % LANES : 0;
+  if (!a->keys[page]) {
+    attend_file(a, head, part, page, within, lead, end - begin);
+    return;
+  }
+  const int64_t tokens = state->capacity - base < state->page ? state->capacity - base : state->page;
+  const int64_t in_keys = state->interleaved ? rounded_up(tokens) : tokens;
+  const float *keys = a->keys[page] + (head * in_keys + within - lead) * size;
+  attend_tokens(a, head, part, keys, a->values[page] + (head * tokens + within) * size, lead, end - begin);
+}
+
 static void attend_items(void *context, int64_t begin, int64_t end) {
   for (int64_t item = begin; item < end; item++) attend_stretch(context, item);
 }
 
 static void merge(const struct attention *a, int64_t row, float *out) {
-  const int64_t size = a->model->head_size, place = row * STRETCHES;
+  const int64_t size = a->model->head_size, place = row * a->stretches;
   float most = a->most[place], total = 0;
   for (int64_t i = 1; i < a->stretches; i++) most = a->most[place + i] > most ? a->most[place + i] : most;
   memset(out, 0, sizeof(float) * (size_t)size);
@@ -212,9 +277,7 @@ static void attend(const struct threads *t, struct attention *a, int64_t window,
   const struct model *model = a->model;
   const int64_t length = a->state->position + 1, span = window > 0 && window < length ? window : length;
   a->first = length - span;
-  a->stretch = (span + STRETCHES - 1) / STRETCHES;
-  a->stretch = a->stretch < SHORTEST ? SHORTEST : (a->stretch + LANES - 1) / LANES * LANES;
-  a->stretches = (span + a->stretch - 1) / a->stretch;
+  a->stretches = a->state->position / STRETCH - a->first / STRETCH + 1;
   t->parallel(t->pool, attend_items, a, a->state->batch * model->key_heads * a->stretches, 1);
   for (int64_t row = 0; row < a->state->batch * model->heads; row++) merge(a, row, out + row * model->head_size);
 }
@@ -256,10 +319,11 @@ static void add(float *hidden, float *x, const float *norm, const struct model *
 int64_t qq_decode_room(const struct model *model, int64_t batch, int64_t capacity) {
   const int64_t outputs = (model->heads + 2 * model->key_heads) * model->head_size;
   const int64_t row = model->hidden + outputs + model->heads * model->head_size + 2 * model->inner;
-  return batch * (row + model->heads * (capacity + LANES + STRETCHES * (model->head_size + 2)));
+  return batch * (row + model->heads * (capacity / STRETCH + 1) * (STRETCH + model->head_size + 2));
 }
 
-// hidden [batch][hidden]: the tokens' vectors, used up. logits: [batch][head.size]. 0, or -1 without memory.
+// hidden [batch][hidden]: the tokens' vectors, used up. logits: [batch][head.size]. 0, -1 without memory, or -2 if the file
+// fails.
 int qq_decode(const struct threads *t, const struct model *model, const struct state *state, float *hidden,
               float *scratch, float *logits) {
   const int64_t batch = state->batch, size = model->hidden, head_size = model->head_size;
@@ -268,13 +332,18 @@ int qq_decode(const struct threads *t, const struct model *model, const struct s
   float *normed = scratch, *qkv = normed + batch * size, *mixed = qkv + batch * outputs;
   float *inner = mixed + batch * query_size, *rest = inner + batch * 2 * model->inner;
   struct attention a = {.model = model, .state = state, .query = qkv, .stride = outputs};
-  a.most = rest, a.total = a.most + rows * STRETCHES, a.mixed = a.total + rows * STRETCHES;
-  a.scores = a.mixed + rows * STRETCHES * head_size;
-  const int64_t per_layer = batch * model->key_heads * state->capacity * head_size;
+  const int64_t most_stretches = rows * (state->capacity / STRETCH + 1);
+  a.most = rest, a.total = a.most + most_stretches, a.mixed = a.total + most_stretches;
+  a.scores = a.mixed + most_stretches * head_size;
+  const int64_t page = state->position / state->page, within = state->position % state->page;
+  const int64_t left = state->capacity - page * state->page, tokens = left < state->page ? left : state->page;
+  const int64_t in_keys = state->interleaved ? rounded_up(tokens) : tokens;
+  const int64_t line = within / LANES * LANES, lane = within % LANES;
   int failed = 0;
   for (int64_t index = 0; index < model->count; index++) {
     const struct layer *layer = model->layers + index;
-    float *keys = state->keys + index * per_layer, *values = state->values + index * per_layer;
+    a.keys = state->keys + index * state->pages, a.values = state->values + index * state->pages;
+    a.key_place = state->key_places[index], a.value_place = state->value_places[index];
     for (int64_t b = 0; b < batch; b++)
       rms_norm(hidden + b * size, layer->input_norm, normed + b * size, size, model->epsilon);
     failed |= run_group(t, &layer->attention_input, normed, size, qkv, batch);
@@ -282,12 +351,16 @@ int qq_decode(const struct threads *t, const struct model *model, const struct s
       float *row = qkv + b * outputs;
       place_keys(model, layer, &a, row);
       for (int64_t head = 0; head < model->key_heads; head++) {
-        const int64_t at = ((b * model->key_heads + head) * state->capacity + state->position) * head_size;
-        memcpy(keys + at, row + query_size + head * head_size, sizeof(float) * (size_t)head_size);
-        memcpy(values + at, row + query_size + key_size + head * head_size, sizeof(float) * (size_t)head_size);
+        const int64_t place = b * model->key_heads + head;
+        const float *key = row + query_size + head * head_size;
+        float *keys = a.keys[page] + place * in_keys * head_size;
+        if (state->interleaved)
+          for (int64_t d = 0; d < head_size; d++) keys[line * head_size + d * LANES + lane] = key[d];
+        else
+          memcpy(keys + within * head_size, key, sizeof(float) * (size_t)head_size);
+        memcpy(a.values[page] + (place * tokens + within) * head_size, key + key_size, sizeof(float) * (size_t)head_size);
       }
     }
-    a.keys = keys, a.values = values;
     attend(t, &a, layer->window, mixed);
     failed |= run_group(t, &layer->attention_output, mixed, query_size, normed, batch);
     for (int64_t b = 0; b < batch; b++) {
@@ -305,5 +378,5 @@ int qq_decode(const struct threads *t, const struct model *model, const struct s
   for (int64_t b = 0; b < batch; b++)
     rms_norm(hidden + b * size, model->final_norm, normed + b * size, size, model->epsilon);
   failed |= run_group(t, &model->head, normed, size, logits, batch);
-  return failed;
+  return a.failed ? -2 : failed;
 }

@@ -7,6 +7,7 @@ experts, gated outputs) have no such step: they take the path of model.py.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qwen_quantize.engine.cache_pages import Pages
 from qwen_quantize.engine.fast_linear import FastGroup, Kind, LinearStruct, native_library, pool
 from qwen_quantize.engine.kv_cache import KVCache
 from qwen_quantize.engine.layer import Layer
 from qwen_quantize.engine.linear import LinearGroup, MixedGroup, PlainGroup
 from qwen_quantize.engine.rotary import LayerRotary
 from qwen_quantize.engine.soft_cap import CappedGroup, soft_cap
+from qwen_quantize.errors import UserError
 from qwen_quantize.formats.native import load_native
 from qwen_quantize.models.blueprint import Blueprint, Stream
 
@@ -27,6 +30,7 @@ SOURCE = Path(__file__).with_name("decode_step.c")
 _OPTIONS = ("-ffp-contract=fast", "-Wno-psabi", "-lm")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")  # in the order of decode_step.c
 _POINTER, _I64, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+STRETCH = 64  # tokens that share a softmax, as in decode_step.c; pages are multiples of it
 _WIDEST_HEAD = 1024  # the step holds a head on its stack
 
 
@@ -60,9 +64,28 @@ class _Model(ctypes.Structure):
 
 class _State(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("keys", "values", "cosine", "sine")),
-        *((name, _I64) for name in ("batch", "capacity", "position")),
+        *((name, _POINTER) for name in ("keys", "values", "key_places", "value_places", "cosine", "sine")),
+        *((name, _I64) for name in ("batch", "capacity", "position", "page", "pages", "page_bytes", "file")),
+        ("interleaved", _I64),
     )
+
+
+class _PageTable:
+    """Where the pages of a cache are, for as long as there are as many."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.pages = len(cache.keys[0])
+        layers = len(cache.keys)
+
+        def pointers(tensors: list[Pages[Tensor]]) -> ctypes.Array[Any]:
+            found = [None if r is None else r.data_ptr() for pages in tensors for r in pages.rooms]
+            return (_POINTER * (layers * self.pages))(*found)
+
+        def places(tensors: list[Pages[Tensor]]) -> ctypes.Array[Any]:
+            return (_I64 * layers)(*(pages.place for pages in tensors))
+
+        self.pointers = pointers(cache.keys), pointers(cache.values)
+        self.places = places(cache.keys), places(cache.values)
 
 
 class DecodeStep:
@@ -122,6 +145,7 @@ class DecodeStep:
         self._kept.append(structs)
         self._turns = torch.zeros(2, 2, cos.shape[1] // 2)  # [cosine, sine][rotation]
         self._scratch = torch.empty(0)
+        self._table: tuple[weakref.ref[KVCache], _PageTable] | None = None
 
     def _group(self, group: LinearGroup) -> _Group:
         parts = [_struct_of(part) for part in _parts(group)]
@@ -133,14 +157,8 @@ class DecodeStep:
         )
 
     def takes(self, tokens: Tensor, cache: KVCache | None) -> bool:
-        """Whether this step can run: one token each, behind a plain cache in memory."""
-        return (
-            tokens.shape[1] == 1
-            and type(cache) is KVCache
-            and cache.keys.dtype == torch.float32
-            and cache.keys.is_contiguous()
-            and cache.values.is_contiguous()
-        )
+        """Whether this step can run: one token each, behind a cache of float32."""
+        return tokens.shape[1] == 1 and type(cache) is KVCache and cache.page_tokens % STRETCH == 0
 
     def __call__(self, hidden: Tensor, cache: KVCache) -> Tensor:
         """Logits [B, 1, vocab] of hidden [B, 1, hidden_size], which is used up; the caller advances the cache."""
@@ -148,8 +166,10 @@ class DecodeStep:
         assert threads is not None
         assert library is not None
         batch, position = hidden.shape[0], cache.length
-        if position >= cache.capacity:
-            raise ValueError(f"the cache holds {cache.capacity} tokens, {position + 1} are needed")
+        cache.reserve(1)
+        if self._table is None or self._table[0]() is not cache or self._table[1].pages != len(cache.keys[0]):
+            self._table = weakref.ref(cache), _PageTable(cache)
+        table, tiers = self._table[1], cache.tiers
         half = self._turns.shape[2]
         for which, layer in enumerate(self._rotations):
             cos, sin = self._rotary.slice(layer, position, 1)
@@ -159,9 +179,11 @@ class DecodeStep:
             self._scratch = torch.empty(room)
         logits = torch.empty(batch, 1, self._model.head.size)
         state = _State(
-            *(cache.keys.data_ptr(), cache.values.data_ptr()),
+            *(ctypes.addressof(part) for part in (*table.pointers, *table.places)),
             *(self._turns[0].data_ptr(), self._turns[1].data_ptr()),
-            *(batch, cache.capacity, position),
+            *(batch, cache.capacity, position, cache.page_tokens, table.pages),
+            *((0, -1) if tiers is None else (tiers.stride, tiers.file.descriptor)),
+            int(cache.interleaved),
         )
         native = threads.library
         given = _Threads(
@@ -174,6 +196,8 @@ class DecodeStep:
                 *(ctypes.byref(given), ctypes.byref(self._model), ctypes.byref(state)),
                 *(_POINTER(x.data_ptr()) for x in (hidden, self._scratch, logits)),
             )
+        if failed == -2:
+            raise UserError("the key-value cache's file cannot be read back; set TMPDIR to another folder")
         if failed:
             raise MemoryError("no memory for an input as int8")
         return logits if self._cap is None else soft_cap(logits, self._cap)

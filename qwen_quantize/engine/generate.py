@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qwen_quantize.engine.cache_pages import IN_MEMORY, CacheOptions
 from qwen_quantize.engine.model import Model
 from qwen_quantize.formats.kv_plan import KvPlan
 
@@ -19,11 +20,12 @@ def greedy_tokens(
     max_new_tokens: int,
     stop: Sequence[int] = (),
     kv_plan: KvPlan | None = None,
+    cache_options: CacheOptions = IN_MEMORY,
 ) -> Iterator[int]:
     """The most likely continuation of `prompt`, token by token; ends after a token of `stop`."""
     if not prompt:
         raise ValueError("generation needs at least one prompt token")
-    cache = model.new_cache(1, len(prompt) + max_new_tokens, kv_plan)
+    cache = model.new_cache(1, len(prompt) + max_new_tokens, kv_plan, cache_options)
     step = torch.tensor([list(prompt)], dtype=torch.int64)
     for _ in range(max_new_tokens):
         token = int(model.prefill(step, cache)[0, -1].argmax())
@@ -37,8 +39,8 @@ def greedy_tokens(
 class Speed:
     """How fast one load ran, and the bytes that its weights and cache take.
 
-    step_seconds: of each decoding step, in order. step_bytes: of the weights that a step reads. Tokens per second
-    count those of all texts of the batch.
+    step_seconds: of each decoding step, in order. step_bytes: of the weights that a step reads; cache_file_bytes: what
+    of the cache lay in a file. Tokens per second count those of all texts of the batch.
     """
 
     batch: int
@@ -49,6 +51,7 @@ class Speed:
     weight_bytes: int
     step_bytes: int
     cache_bytes: int
+    cache_file_bytes: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -74,13 +77,19 @@ def warm_up(
         model.forward(torch.zeros(batch, 1, dtype=torch.int64), cache, last_only=True)
 
 
-def measure_speed(model: Model, prompt: Tensor, new_tokens: int, kv_plan: KvPlan | None = None) -> Speed:
+def measure_speed(
+    model: Model,
+    prompt: Tensor,
+    new_tokens: int,
+    kv_plan: KvPlan | None = None,
+    cache_options: CacheOptions = IN_MEMORY,
+) -> Speed:
     """Time one prefill and `new_tokens` greedy steps of prompt int64 [B, T], after a short run that warms up."""
     if new_tokens < 1:
         raise ValueError("speed needs at least one new token")
     batch, length = prompt.shape
     warm_up(model, batch, min(length, 32), kv_plan=kv_plan)
-    cache = model.new_cache(batch, length + new_tokens, kv_plan)
+    cache = model.new_cache(batch, length + new_tokens, kv_plan, cache_options)
     steps = []
     begin = time.perf_counter()
     logits = model.prefill(prompt, cache)
@@ -99,4 +108,5 @@ def measure_speed(model: Model, prompt: Tensor, new_tokens: int, kv_plan: KvPlan
         weight_bytes=model.nbytes,
         step_bytes=model.step_bytes,
         cache_bytes=cache.nbytes,
+        cache_file_bytes=cache.file_bytes,
     )

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qwen_quantize.engine.attention import attend, visible
-from qwen_quantize.engine.kv_cache import AttentionCache, Columns, Context
+from qwen_quantize.engine.context_attention import attend_context, visible
+from qwen_quantize.engine.kv_cache import AttentionCache, Context
 from qwen_quantize.engine.layer import Layer, rms_norm
 from qwen_quantize.engine.rotary import LayerRotary, rotate
 from qwen_quantize.engine.sparse_index import index_scores, select_tokens
@@ -58,9 +58,7 @@ def mix_latent(
     if config.indexer is not None:
         inputs = (normed, index_query[0], index_key[0])
         chosen = _choose_tokens(inputs, (cos, sin), layer, index, blueprint, cache)
-    if context.columns is not None:
-        chosen = _in_columns(chosen, context.columns)
-    return _attend_padded(query, context.keys, context.values, config.softmax_scale, chosen)
+    return attend_context(query, context, None, config.softmax_scale, chosen=chosen)
 
 
 def _context(
@@ -73,12 +71,16 @@ def _context(
 ) -> Context:
     """Expanded keys and values. shared: latents [B, T, rank]; positional: [B, 1, T, rotary_dim], turned."""
     if cache is None:
-        return Context(*_expanded(shared, positional, layer, blueprint))
+        return Context.whole(*_expanded(shared, positional, layer, blueprint))
     if not cache.keeps_latents:
         return cache.append(index, *_expanded(shared, positional, layer, blueprint))
     kept = cache.append(index, shared.unsqueeze(1), positional)
-    keys, values = _expanded(kept.keys.squeeze(1), kept.values, layer, blueprint)
-    return Context(keys, values, kept.columns)
+
+    def read(block: int) -> tuple[Tensor, Tensor]:
+        latents, turned = kept.read(block)
+        return _expanded(latents.squeeze(1), turned, layer, blueprint)
+
+    return Context(kept.spans, read, kept.columns)
 
 
 def _expanded(
@@ -91,15 +93,6 @@ def _expanded(
     expanded = expanded.view(*shared.shape[:2], config.num_heads, -1).transpose(1, 2)
     free, value = torch.split(expanded, [latent.position_free_dim, latent.value_dim], dim=-1)
     return torch.cat((free, positional.expand(-1, config.num_heads, -1, -1)), dim=-1), value
-
-
-def _in_columns(chosen: Tensor | None, columns: Columns) -> Tensor | None:
-    """[B or 1, T, columns] bool: `chosen`, [B, T, tokens], where a column counts for a query; None for all."""
-    seen = columns.visible(None)
-    if chosen is None:
-        return None if seen is None else seen[None]
-    chosen = chosen[..., columns.positions]
-    return chosen if seen is None else chosen & seen
 
 
 def _choose_tokens(
@@ -138,24 +131,3 @@ def _choose_tokens(
     return select_tokens(
         index_scores(query, key, weights), visible(length, key.shape[1], None), indexer.top_k
     )
-
-
-def _attend_padded(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, chosen: Tensor | None
-) -> Tensor:
-    """`attend`, with values as long as keys while it runs.
-
-    torch's attention on the CPU takes only heads of one size in blocks; otherwise it holds the scores of all
-    heads at once, which are gigabytes at 128 heads. Zeros behind the values (or keys) change no result.
-    """
-    batch, heads, length, key_dim = query.shape
-    value_dim = value.shape[-1]
-    if value_dim < key_dim:
-        value = functional.pad(value, (0, key_dim - value_dim))
-    elif value_dim > key_dim:
-        query = functional.pad(query, (0, value_dim - key_dim))
-        key = functional.pad(key, (0, value_dim - key_dim))
-    mixed = attend(query, key, value, None, scale, chosen)
-    if value_dim >= key_dim:
-        return mixed
-    return mixed.view(batch, length, heads, key_dim)[..., :value_dim].reshape(batch, length, -1)

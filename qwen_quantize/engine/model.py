@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from qwen_quantize.engine.attention import mix_grouped
+from qwen_quantize.engine.cache_pages import IN_MEMORY, CacheLayout, CacheOptions, CachePlan
 from qwen_quantize.engine.decode_step import DecodeStep
 from qwen_quantize.engine.delta_attention import mix_delta
 from qwen_quantize.engine.experts import route, run_experts, shared_expert
-from qwen_quantize.engine.kv_cache import AttentionCache, KVCache, TokenCache
+from qwen_quantize.engine.kv_cache import AttentionCache, KVCache, TokenCache, plan_float_cache
 from qwen_quantize.engine.latent_attention import mix_latent
 from qwen_quantize.engine.layer import Layer, ResidentExperts, activate, rms_norm
 from qwen_quantize.engine.linear import LinearGroup, PlainGroup
-from qwen_quantize.engine.packed_cache import PackedKVCache
+from qwen_quantize.engine.packed_cache import PackedKVCache, plan_packed_cache
 from qwen_quantize.engine.rotary import LayerRotary
 from qwen_quantize.engine.soft_cap import CappedGroup
 from qwen_quantize.formats.kv_plan import KvPlan
@@ -124,11 +125,28 @@ class Model:
         head = self.head.inner if isinstance(self.head, CappedGroup) else self.head
         return isinstance(head, PlainGroup) and head.weight.data_ptr() == self.embedding.data_ptr()
 
-    def new_cache(self, batch: int, capacity: int, plan: KvPlan | None = None) -> KVCache | PackedKVCache:
-        """Room for `capacity` tokens, in float32 or as `plan` says."""
+    def new_cache(
+        self, batch: int, capacity: int, plan: KvPlan | None = None, options: CacheOptions = IN_MEMORY
+    ) -> KVCache | PackedKVCache:
+        """Room for `capacity` tokens, in float32 or as `plan` says; UserError for a ceiling without room."""
         if plan is None:
-            return KVCache(self.blueprint.config, batch, capacity)
-        return PackedKVCache(self.blueprint.config, plan, batch, capacity)
+            return KVCache(self.blueprint.config, batch, capacity, self._with_layout(options))
+        return PackedKVCache(self.blueprint.config, plan, batch, capacity, options)
+
+    def plan_cache(
+        self, batch: int, capacity: int, plan: KvPlan | None = None, options: CacheOptions = IN_MEMORY
+    ) -> CachePlan:
+        """What `new_cache` would take."""
+        if plan is None:
+            return plan_float_cache(self.blueprint.config, batch, capacity, self._with_layout(options))
+        return plan_packed_cache(self.blueprint.config, plan, batch, capacity, options)
+
+    def _with_layout(self, options: CacheOptions) -> CacheOptions:
+        """Lines of 16 tokens suit the native step; without it keys are read head by head."""
+        if options.layout is not None:
+            return options
+        fastest = CacheLayout.HEAD_MAJOR if self.step is None else CacheLayout.INTERLEAVED
+        return replace(options, layout=fastest)
 
     def prefill(self, tokens: Tensor, cache: KVCache | PackedKVCache, chunk: int = _PREFILL_CHUNK) -> Tensor:
         """Run tokens [B, T] through in chunks, so that no step holds more; returns the last logits [B, 1, vocab]."""

@@ -15,8 +15,9 @@ from qwen_quantize.calibrators.kv_cache import mixed_elements, mixed_plan
 from qwen_quantize.calibrators.kv_plans import KvFindings, KvRange, uniform_plan
 from qwen_quantize.calibrators.kv_statistics import AttentionSample, KvObserver, KvStatistics
 from qwen_quantize.chip_profiles.schema import ChipProfile
-from qwen_quantize.engine.attention import project_grouped, visible
+from qwen_quantize.engine.attention import project_grouped
 from qwen_quantize.engine.compute import Compute
+from qwen_quantize.engine.context_attention import visible
 from qwen_quantize.engine.layer import rms_norm
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel

@@ -12,6 +12,7 @@ from typer.testing import Result
 
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.cli.bench import LOADS, BenchRequest
+from qwen_quantize.engine.cache_pages import CacheLayout
 from qwen_quantize.engine.device import find_device, moved
 from qwen_quantize.engine.fast_linear import native_library
 from qwen_quantize.engine.generate import Speed, measure_speed
@@ -87,6 +88,10 @@ def test_plain_weights_take_the_fast_path(model: Path, run: Run) -> None:
         (("--load", "B"), "make it smaller with --scale"),
         (("--load", "X"), "--load 'X' is none of"),
         (("--head", "int3"), "--head 'int3' is none of"),
+        (("--cache-memory", "much"), "--cache-memory 'much' is not a size"),
+        (("--cache-memory", "100"), "--cache-memory 100 bytes is too little"),
+        (("--cache-layout", "heap"), "--cache-layout 'heap' is none of head-major, interleaved"),
+        (("--context", "9"), "8 + 2 tokens are more than --context 9"),
     ],
 )
 def test_refusals(model: Path, run: Run, arguments: tuple[str, ...], words: str) -> None:
@@ -103,3 +108,30 @@ def test_a_moved_model_mixes_no_devices(tmp_path: Path, family: str) -> None:
     with device:
         speed = measure_speed(model, torch.zeros(1, 12, dtype=torch.int64), 3)
     assert len(speed.step_seconds) == 3
+
+
+def test_a_long_context_runs_with_its_cache_in_a_file(model: Path, run: Run) -> None:
+    load = ("bench", model, "--load", "B", "--scale", 0.012, "--json")
+    assert "--context N goes beyond it" in run(*load).stderr
+    usual = run(*load, "--context", 1000)
+    spilled = run(*load, "--context", 1000, "--cache-memory", "800KB")
+    assert spilled.exit_code == 0, spilled.stderr
+    (first,), (second,) = (json.loads(done.stdout)["loads"] for done in (usual, spilled))
+    assert second["cache_bytes"] == first["cache_bytes"]
+    assert first["cache_file_bytes"] == 0
+    assert second["cache_bytes"] - second["cache_file_bytes"] <= 800_000
+    assert "of the newest in memory" in spilled.stderr
+    assert "was made for" in spilled.stderr
+    assert "in a file" in spilled.stderr
+
+
+def test_generated_text_is_the_same_whatever_the_cache(model: Path, run: Run) -> None:
+    prompt = " ".join(f"w{n % 9}" for n in range(600))
+    asked = ("generate", model, prompt, "--max-new-tokens", 8, "--context", 700)
+    usual, *others = [
+        run(*asked, *more)
+        for more in ((), ("--cache-memory", "800KB"), *(("--cache-layout", name) for name in CacheLayout))
+    ]
+    assert usual.exit_code == 0, usual.stderr
+    assert "in a temporary file" in others[0].stderr
+    assert {other.stdout for other in others} == {usual.stdout}

@@ -114,7 +114,8 @@ def test_a_cache_of_a_hybrid_counts_what_it_holds(tmp_path: Path) -> None:
     cache = load_model(ModelReader(open_source(tmp_path))).new_cache(2, 50)
     attention = 2 * 2 * 50 * 2 * 32  # one layer: keys and values, batch, tokens, heads, size
     states = 2 * 2 * (3 * (2 * 16 + 48) + 4 * 8 * 12)  # two layers, batch: convolution inputs, memory
-    assert cache.nbytes == 4 * (attention + states)
+    cache.reserve(50)
+    assert cache.nbytes == cache.planned.total == 4 * (attention + states)
 
 
 def qwen35_that_sees(folder: Path) -> Any:

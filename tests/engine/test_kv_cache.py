@@ -95,7 +95,9 @@ def seen_by_each_query(contexts: list[Context], sizes: list[int]) -> list[Tensor
     """For each query: keys and values of all positions that it sees, in their order."""
     seen = []
     for context, size in zip(contexts, sizes, strict=True):
-        both = torch.cat((context.keys, context.values), dim=-1)
+        blocks = [torch.cat(context.read(block), dim=-1) for block in range(len(context.spans))]
+        assert [block.shape[2] for block in blocks] == [end - begin for begin, end in context.spans]
+        both = torch.cat(blocks, dim=2)
         columns = context.columns
         for row in range(size):
             if columns is None:
@@ -155,6 +157,7 @@ def test_measured_bytes_are_the_planned_ones(family: str, text: str, tmp_path: P
     plan = plan_of(text, config)
     for capacity in (20, 97, 1000):
         cache = PackedKVCache(config, plan, 3, capacity)
+        cache.reserve(capacity)
         assert cache.packed_bytes == pytest.approx(plan.bytes_at(3, capacity), rel=0.001)
 
 
