@@ -17,8 +17,8 @@ from qwen_quantize.calibrators.pair_scaling import expand_tied
 # decoded, [n, K]. A rounding that does not weigh its errors has no use for the second.
 RoundWeight = Callable[[Tensor, Tensor], Tensor]
 
-# Weights of all readers together that losses are measured on: 192 rows of 576. On streams of SmolLM2-135M 64 rows
-# missed a gain of 6 % where 192 found it; 400 and 600 chose no better.
+# Weights of all readers together that losses are measured on: 192 rows of 576. Of the constants here and in the other
+# modules of solvers, `benchmarks/constants.py` shows what each is worth beside its alternatives.
 SAMPLED_WEIGHTS = 192 * 576
 # What a candidate must win over the identity on the sample, above what chance makes of so few rows.
 LEAST_GAIN = 0.03

@@ -8,9 +8,8 @@ from torch import Tensor
 from qwen_quantize.calibrators.observers import InputStatistics
 from qwen_quantize.formats.cast_rule import CastRule, Rounding
 
-# What other features tell is worth this many tokens' ridge. Of 1,600, 8,200 and 41,000, on 8,192 tokens in four
-# layers of SmolLM2-135M, the first did harm after a truncating cast (up to 12 % of a layer's output error on a novel),
-# the other two none above 3.5 %; after a cast that rounds down all took a sixth to two thirds off what the gain leaves.
+# What other features tell is worth this many tokens' ridge: a smaller one takes more off after a cast that rounds down,
+# and does harm after one that truncates (`benchmarks/constants.py`).
 RIDGE_TOKENS = 16384.0
 _PRIOR_TOKENS = 256.0  # a feature's own gain counts as much as its input's common one after so many tokens
 

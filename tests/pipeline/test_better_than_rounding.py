@@ -10,8 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from qwen_quantize.calibrators.methods import METHODS
+from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.cli.main import app
 from qwen_quantize.embedded import calibration_text_path, embedded_model_path, embedded_moe_path
+from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.pipeline.records import why_no_better
 
 CALIBRATED = [name for name in METHODS if name != "rtn"]
@@ -41,11 +43,13 @@ def test_every_linear_errs_less_than_plain_rounding_or_says_why(
     layers = json.loads((tmp_path / "out" / "qwen_quantize.json").read_text())["layers"]
     linears = [linear for layer in layers for linear in layer["linears"]]
     assert len({linear["name"] for linear in linears}) == len(linears) > 0
-    better = [linear for linear in linears if linear["error"] < linear["baseline_error"]]
+    # A layer for multi-token prediction comes behind the others and sees no text.
+    unseen = f"model.layers.{ModelReader(open_source(model())).blueprint.num_layers}."
+    seen = [linear for linear in linears if not linear["name"].startswith(unseen)]
     for linear in linears:
         assert linear["error"] <= linear["baseline_error"], linear
         explained = any("no better than plain rounding" in note for note in linear["notes"])
         assert explained != (linear["error"] < linear["baseline_error"]), linear
-    assert len(better) >= 0.95 * len(linears)  # reasons are for exceptions
+    assert all(linear["error"] < linear["baseline_error"] for linear in seen)
     moves = [move for layer in layers for move in layer["moves"]]
     assert all(move["error"] < move["error_without"] for move in moves)
