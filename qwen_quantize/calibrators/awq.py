@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from qwen_quantize.calibrators.hessian import GRID_FLOOR
 from qwen_quantize.calibrators.observers import InputStatistics, TokenSample
 from qwen_quantize.calibrators.pair_scaling import expand_tied
 
@@ -16,8 +17,8 @@ from qwen_quantize.calibrators.pair_scaling import expand_tied
 # decoded, [n, K]. A rounding that does not weigh its errors has no use for the second.
 RoundWeight = Callable[[Tensor, Tensor], Tensor]
 
-# Weights of all readers together that losses are measured on: 192 rows of 576. On streams of SmolLM2-135M 64 rows
-# missed a gain of 6 % where 192 found it; 400 and 600 chose no better.
+# Weights of all readers together that losses are measured on: 192 rows of 576. Of the constants here and in the other
+# modules of solvers, `benchmarks/constants.py` shows what each is worth beside its alternatives.
 SAMPLED_WEIGHTS = 192 * 576
 # What a candidate must win over the identity on the sample, above what chance makes of so few rows.
 LEAST_GAIN = 0.03
@@ -53,28 +54,33 @@ def search_awq(
     tie: Tensor | None = None,
     *,
     sampled_weights: int | None = SAMPLED_WEIGHTS,
+    least_gain: float = LEAST_GAIN,
+    floor: float = GRID_FLOOR,
     rows_together: int = 1,
     diagonal: bool = True,
     remaining: Tensor | None = None,
 ) -> ScaleChoice:
     """The factors with the least output error of the linears `weights` [n_i, K] float32 that read one stream.
 
-    Candidates are size^r and size^r / weight^(1 - r), r = 0, 0.05 .. 0.95, and the identity, which stays unless one is
-    3 % better; size is the root mean square of a feature (as the second moments weigh tokens, where there are
+    Candidates are size^r and size^r / weight^(1 - r), r = 0, 0.05 .. 0.95, and the identity, which stays unless one
+    gains `least_gain`; size is the root mean square of a feature (as the second moments weigh tokens, where there are
     any), weight that of its column over all readers. Steps of 0.2 are tried first, then smaller ones around the best.
     The error is that of Q(W s) / s against W under the input's second moments. `round_weight` should be the
     rounding that follows, with its search for scales (`clipped_rounding` stands in for it): what is best for plain
     rounding can be worse than nothing for one that clips. tie: [K] int64, the factor that each column takes, or
     None for its own. sampled_weights: how many of all readers the error is measured on, None for all; rows are taken
     `rows_together` at a time (the height of the region that shares a scale) and evenly spread. diagonal: leave
-    out what errors of two features do together, which from few rows is mostly noise. remaining: [K] float32, what a
-    squared error in each column counts once those after it make up for it, where the rounding that follows
-    compensates; a feature's square is then the geometric mean of this and its own.
+    out what errors of two features do together, which from few rows is mostly noise; every feature's square then
+    grows by `floor` of the median one, as under the Hessian: other text may use what this one hardly does. remaining:
+    [K] float32, what a squared error in each column counts once those after it make up for it, where the rounding
+    that follows compensates; a feature's square is then the geometric mean of this and its own.
     """
     sampled = sample_rows(weights, sampled_weights, rows_together)
     size = feature_size(statistics)
     if remaining is not None:
         size = _floored((size * remaining.sqrt()).sqrt())
+    elif diagonal:
+        size = (size.square() + floor * size.square().median()).sqrt()
     moments = (size.square(),) if diagonal else second_moments(statistics)
     weight_size = torch.stack([weight.square().mean(dim=0) for weight in weights]).mean(dim=0).sqrt()
     if tie is not None:
@@ -96,7 +102,7 @@ def search_awq(
             if (near, duo) not in found and 0 <= near < 20 and (near or duo):
                 found[near, duo] = choice(near, duo)
     best = min(found.values(), key=lambda one: one.loss)
-    if best.loss <= (1 - LEAST_GAIN) * identity_loss:
+    if best.loss <= (1 - least_gain) * identity_loss:
         return best
     return ScaleChoice(torch.ones_like(size), 0.0, 0.0, identity_loss, identity_loss)
 

@@ -8,10 +8,9 @@ from torch import Tensor
 from qwen_quantize.calibrators.observers import InputStatistics
 from qwen_quantize.formats.cast_rule import CastRule, Rounding
 
-# What other features tell is worth this many tokens' ridge. Of 1,600, 8,200 and 41,000, on 8,192 tokens in four
-# layers of SmolLM2-135M, the first did harm after a truncating cast (up to 12 % of a layer's output error on a novel),
-# the other two none above 3.5 %; after a cast that rounds down all took a sixth to two thirds off what the gain leaves.
-_RIDGE_TOKENS = 16384.0
+# What other features tell is worth this many tokens' ridge: a smaller one takes more off after a cast that rounds down,
+# and does harm after one that truncates (`benchmarks/constants.py`).
+RIDGE_TOKENS = 16384.0
 _PRIOR_TOKENS = 256.0  # a feature's own gain counts as much as its input's common one after so many tokens
 
 
@@ -42,18 +41,20 @@ def column_gain(statistics: InputStatistics) -> Tensor | None:
     return torch.where(squares > 0, gain, 1.0).float()
 
 
-def input_maps(statistics: InputStatistics, gain: Tensor | None) -> tuple[Tensor, ...]:
+def input_maps(
+    statistics: InputStatistics, gain: Tensor | None, ridge_tokens: float = RIDGE_TOKENS
+) -> tuple[Tensor, ...]:
     """[k, k] float32 for each range of features: A that brings A Q(x) nearest to x; () without full cross moments.
 
     The least squares of x on Q(x) with a ridge toward the gain g alone: with H = E w Q Q^T, D its diagonal and
     G = diag(g), A = G + E[w (x - G Q) Q^T] (H + r D)^-1. A cast that rounds down shifts every feature by an amount
     that others tell: where a feature's mean or its size is known from them, A takes that back, W becomes W A, and
-    no bias is needed. The ridge r = 16384 / tokens is the noise of so few tokens: after a cast that truncates,
+    no bias is needed. The ridge r = ridge_tokens / tokens is the noise of so few tokens: after a cast that truncates,
     whose loss the gain explains, r much smaller does harm on unseen text.
     """
     if not statistics.cross_moments or gain is None:
         return ()
-    ridge = _RIDGE_TOKENS / max(statistics.tokens, 1)
+    ridge = ridge_tokens / max(statistics.tokens, 1)
     gains = torch.split(gain, [moment.shape[0] for moment in statistics.second_moments])
     maps = []
     for moment, cross, own in zip(statistics.second_moments, statistics.cross_moments, gains, strict=True):

@@ -55,15 +55,21 @@ def solve_compensated(problem: LayerProblem) -> LayerSolution:
 
 
 def compensate(
-    target: Tensor, grid: Grid, spec: TensorSpec, factors: Sequence[HessianFactor]
+    target: Tensor,
+    grid: Grid,
+    spec: TensorSpec,
+    factors: Sequence[HessianFactor],
+    *,
+    sweeps: int = SWEEPS,
+    refits: int = REFITS,
 ) -> tuple[Tensor, Grid]:
     """(codes, grid) of a weight [N, K] float32 with a small output error, from a grid to start with."""
     shape = tuple(target.shape)
     scale, zero = grid.expanded(spec.granularity, shape)
     values, _ = compensated_rounding(target, scale, factors, spec.format, zero)
-    values = refined_rounding(target, values, scale, factors, spec.format, zero, SWEEPS)
+    values = refined_rounding(target, values, scale, factors, spec.format, zero, sweeps)
     codes = value_codes(values, spec, grid)
-    for _ in range(REFITS if spec.scale_format not in (E8M0, E4M3FN) else 0):
+    for _ in range(refits if spec.scale_format not in (E8M0, E4M3FN) else 0):
         unit = Grid(torch.ones_like(grid.scale), grid.zero_point)
         steps = grid_values(codes, spec, unit)
         grid = refitted_scales(target, steps, grid, spec.granularity, spec.scale_format, factors)

@@ -9,11 +9,10 @@ from qwen_quantize.calibrators.observers import InputStatistics
 from qwen_quantize.calibrators.problem import HessianFactor
 
 # Large beside GPTQ's 0.01: FP8 leaves little to win, and on text unlike the calibration text weak damping loses
-# more than it wins. Of 0.01, 0.05, 0.2, 0.5 and 1, tried once each on 4,096 tokens of SmolLM2-135M, it had the least
-# KL on a novel (where 0.05 to 1 hardly differ) and on a manual.
+# more than it wins (`benchmarks/constants.py`).
 DAMPING = 0.2
 # For four-bit weights, whose errors are worth mending, a floor under the small eigenvalues does better than damping
-# alone: a direction hardly seen in calibration may well be used by other text.
+# alone: a direction hardly seen in calibration may well be used by other text (`benchmarks/constants.py`).
 GRID_DAMPING = 0.05
 GRID_FLOOR = 0.5
 _MAX_RELATIVE_DAMPING = 10.0

@@ -29,15 +29,22 @@ _BLOCK_SHARES = (0.875, 1.125)  # neighbours of an E4M3 scale
 
 
 def improve(
-    target: Tensor, codes: Tensor, grid: Grid, spec: TensorSpec, factors: Sequence[HessianFactor]
+    target: Tensor,
+    codes: Tensor,
+    grid: Grid,
+    spec: TensorSpec,
+    factors: Sequence[HessianFactor],
+    *,
+    rounds: int = ROUNDS,
+    sweeps: int = SWEEPS,
 ) -> tuple[Tensor, Grid]:
     """(codes, grid) of a weight [N, K] float32 with a smaller trace(D H D^T), D = W - Q, from those given.
 
-    A round refits all scales, searches region by region, and ends with coordinate descent on the codes over all
-    columns. There are `ROUNDS` rounds at most, none of which makes the objective larger but by float32 rounding.
+    A round refits all scales, searches region by region, and ends with `sweeps` of coordinate descent on the codes
+    over all columns. None of the rounds makes the objective larger but by float32 rounding.
     """
     shape = tuple(target.shape)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         if spec.scale_format not in (E8M0, E4M3FN):
             unit = Grid(torch.ones_like(grid.scale), grid.zero_point)
             steps = grid_values(codes, spec, unit)
@@ -46,7 +53,7 @@ def improve(
         if spec.granularity.kind is not GranularityKind.TENSOR:
             values, grid = search_regions(target, values, grid, spec, factors)
         scale, zero = grid.expanded(spec.granularity, shape)
-        values = refined_rounding(target, values, scale, factors, spec.format, zero, SWEEPS)
+        values = refined_rounding(target, values, scale, factors, spec.format, zero, sweeps)
         codes = value_codes(values, spec, grid)
     return codes, grid
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,12 +123,11 @@ def _recorded(path: Path) -> Recorded:
     run = read_run(path)
     scores, about = run.scores, run.about
     measured = MeasuredOn(about.text_sha256, scores.tokens, scores.windows, scores.window_tokens, about.text)
-    value = perplexity(-scores.log_probability.double().flatten())
     return Recorded(
         str(path),
         str(Path(about.model).resolve()),
         about.chip or "",
         about.versions,
         measured,
-        math.inf if math.isnan(value) else value,
+        perplexity(-scores.log_probability.double()),
     )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from qwen_quantize.eval.divergence import quantiles
+from qwen_quantize.eval.perplexity import perplexity
 from qwen_quantize.eval.token_scores import TokenScores
 
 RESAMPLES = 2000
@@ -108,7 +109,7 @@ def judge(before: TokenScores, after: TokenScores, limits: Limits | None = None,
     known = before.log_probability.isfinite()
     lost = known & ~after.log_probability.isfinite()
     nll = -before.log_probability.double()
-    perplexity_before = _perplexity(nll[known])
+    perplexity_before = perplexity(nll[known])
     if not bool(known.any()):
         raise ValueError(
             "no token has a finite probability before the change: there is nothing to compare with"
@@ -145,7 +146,7 @@ def judge(before: TokenScores, after: TokenScores, limits: Limits | None = None,
         checks=checks,
         tokens=before.tokens,
         perplexity_before=perplexity_before,
-        perplexity_after=_perplexity(-after.log_probability.double()[known]),
+        perplexity_after=perplexity(-after.log_probability.double()[known]),
         rise=math.expm1(boot.estimate),
         lower=lower,
         upper=upper,
@@ -324,11 +325,6 @@ def _binomial_tail(total: int, at_least: int) -> float:
     whole = torch.tensor(total + 1, dtype=torch.float64)
     log_terms = torch.lgamma(whole) - torch.lgamma(k + 1) - torch.lgamma(total - k + 1)
     return min(1.0, float((log_terms - total * math.log(2)).logsumexp(0).exp()))
-
-
-def _perplexity(nll: Tensor) -> float:
-    mean = float(nll.mean())
-    return math.exp(mean) if mean < 709 else math.inf
 
 
 def _p(value: float) -> str:

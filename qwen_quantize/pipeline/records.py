@@ -21,6 +21,15 @@ def exponent_counts(exponents: Tensor) -> dict[str, int]:
     return {str(int(v)): int(c) for v, c in zip(values, counts, strict=True)}
 
 
+def why_no_better(error: float, baseline_error: float) -> tuple[str, ...]:
+    """A note for a linear that errs as much as plain rounding; none for one that errs less."""
+    if error < baseline_error:
+        return ()
+    if error == 0:
+        return ("no better than plain rounding, which is exact already",)
+    return ("no better than plain rounding: none of the scales and codes tried errs less",)
+
+
 @dataclass(frozen=True, slots=True)
 class LinearRecord:
     """What the report says of one quantized linear; errors are relative and squared."""

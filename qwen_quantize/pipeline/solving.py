@@ -34,6 +34,7 @@ from qwen_quantize.pipeline.records import (
     StreamRecord,
     binary_exponents,
     exponent_counts,
+    why_no_better,
 )
 
 
@@ -180,7 +181,7 @@ def write_linear(
         partial_blocks=solution.partial_blocks,
         exponents=exponent_counts(binary_exponents(quantized.scale)),
         sha256=hashlib.sha256(quantized.codes.numpy().tobytes()).hexdigest(),
-        notes=solution.notes,
+        notes=(*solution.notes, *why_no_better(solution.error, solution.baseline_error)),
     )
 
 

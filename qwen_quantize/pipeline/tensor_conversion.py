@@ -23,7 +23,7 @@ from qwen_quantize.checkpoint.tensor_info import DTYPES, torch_shape
 from qwen_quantize.checkpoint.writer import OutputFolder, OutputTensor
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.cast_rule import CastRule
-from qwen_quantize.pipeline.records import EXACT_DB, LinearRecord, exponent_counts
+from qwen_quantize.pipeline.records import EXACT_DB, LinearRecord, exponent_counts, why_no_better
 
 PIECE_BYTES = 16 << 20  # of whichever form of a piece is the largest
 _QUANTIZED_AS_STORED = ("BF16", "F16", "F32")
@@ -259,16 +259,18 @@ class TensorConversion:
         baseline = math.fsum(part.baseline_noise for part in parts)
         signal = math.fsum(part.signal for part in parts)
         zero = sum(part.zero_blocks for part in parts)
+        error, baseline_error = (value / signal if signal > 0 else 0.0 for value in (noise, baseline))
+        zeros = (f"{zero} all-zero blocks written with scale 1",) if zero else ()
         return LinearRecord(
             name=job.module,
             shape=(self.output.shape[0], self.output.shape[1]),
-            error=noise / signal if signal > 0 else 0.0,
-            baseline_error=baseline / signal if signal > 0 else 0.0,
+            error=error,
+            baseline_error=baseline_error,
             weight_sqnr_db=10 * math.log10(signal / noise) if noise > 0 and signal > 0 else EXACT_DB,
             searched_blocks=sum(part.searched_blocks for part in parts),
             zero_blocks=zero,
             partial_blocks=partial_blocks((self.output.shape[0], self.output.shape[1]), self.target.block),
             exponents=exponent_counts(exponents),
             sha256=self._hash.hexdigest(),
-            notes=(f"{zero} all-zero blocks written with scale 1",) if zero else (),
+            notes=(*zeros, *why_no_better(error, baseline_error)),
         )

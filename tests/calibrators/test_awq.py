@@ -172,8 +172,18 @@ def test_few_rows_choose_nearly_as_well_as_all() -> None:
 def test_the_diagonal_chooses_nearly_as_well() -> None:
     x, *weights = layer(8)
     full = search_awq(weights, observed(x), rounded, diagonal=False)
-    quick = search_awq(weights, observed(x), rounded, diagonal=True)
+    quick = search_awq(weights, observed(x), rounded, diagonal=True, floor=0.0)
     assert exact_loss(weights, quick.scale, x) <= 1.1 * full.loss
+
+
+def test_a_floor_spares_features_that_other_text_uses() -> None:
+    """Half of the features are an eighth as loud in calibration as on the text that comes."""
+    x, *weights = layer(11)
+    other = x.clone()
+    other[:, 48:] *= 8
+    plain = search_awq(weights, observed(x), rounded, floor=0.0)
+    floored = search_awq(weights, observed(x), rounded)
+    assert exact_loss(weights, floored.scale, other) < exact_loss(weights, plain.scale, other)
 
 
 def test_rows_are_sampled_evenly() -> None:
