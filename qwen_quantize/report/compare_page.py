@@ -152,7 +152,7 @@ def _free(
     """The middle of a number beside the mark at (x, y) that covers no other mark, no earlier number and no axis."""
     places = [
         (x + turn_x * wide * far, y + turn_y * _LABEL_HEIGHT * far)
-        for far in (1.0, 1.5, 2.0)
+        for far in (1.0, 1.5, 2.0, 3.0, 4.0)
         for turn_x, turn_y in ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (-1, -1), (1, 1), (-1, 1))
     ]
 
