@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import matplotlib.pyplot as plt
+from IPython.display import display
 from matplotlib import font_manager
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from qwen_quantize.cli.main import app
@@ -83,6 +86,12 @@ def labels(language: str = "en") -> Callable[[str, str], str]:
     if chinese:
         matplotlib.rcParams.update({"font.sans-serif": [*found, "DejaVu Sans"], "axes.unicode_minus": False})
     return lambda english, other: other if chinese else english
+
+
+def show(figure: Figure, words: str) -> None:
+    """Put the figure into the notebook, with `words` for those who cannot see it."""
+    display(figure, metadata={"image/png": {"alt": words}})
+    plt.close(figure)
 
 
 def bar_look(number: int) -> dict[str, Any]:

@@ -38,6 +38,11 @@ def pictures(notebook: dict[str, Any]) -> int:
     return sum("image/png" in output.get("data", {}) for output in outputs(notebook))
 
 
+def without_words(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    drawn = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
+    return [output for output in drawn if not output["metadata"].get("image/png", {}).get("alt")]
+
+
 def words(notebook: dict[str, Any]) -> str:
     return "".join("".join(output.get("text", ())) for output in outputs(notebook))
 
@@ -55,8 +60,9 @@ def test_outputs_are_kept(name: str) -> None:
     notebook = kept(make_notebooks.FOLDER, name)
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    shows = sum("plt.show()" in "".join(cell["source"]) for cell in code)
+    shows = sum("show(\n" in "".join(cell["source"]) for cell in code)
     assert pictures(notebook) == shows > 0
+    assert not without_words(notebook)
     assert not [output for output in outputs(notebook) if output["output_type"] == "error"]
     assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
     assert not re.search(r"/(?:home|root|tmp|Users|work)/", words(notebook))

@@ -6,7 +6,7 @@
 
 # %%
 import matplotlib.pyplot as plt
-from support import MARKS, bar_look, labels, qwen_quantize, workplace
+from support import MARKS, bar_look, labels, qwen_quantize, show, workplace
 
 word = labels("en")
 workplace("01_quickstart")
@@ -82,7 +82,14 @@ tokens.set(
     title=word("How far predictions move", "预测偏移"),
 )
 tokens.legend(loc="upper left")
-plt.show()
+show(
+    figure,
+    word(
+        "Three plots of the original, ue8m0 and awq_v2: bits per weight, rise of perplexity with its error,"
+        " and the share of tokens whose prediction moved at most so far.",
+        "原模型、ue8m0 与 awq_v2 的三幅图：每个权重的位数、困惑度上升及其误差、预测偏移不超过某值的词元占比。",
+    ),
+)
 
 # %% [markdown]
 # ## What had to be assumed

@@ -8,7 +8,7 @@
 # %%
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, NullFormatter
-from support import MARKS, bar_look, labels, qwen_quantize, workplace
+from support import MARKS, bar_look, labels, qwen_quantize, show, workplace
 
 from qwen_quantize.chip_profiles.leaf import Confidence
 from qwen_quantize.chip_profiles.legality import Legality, check
@@ -106,7 +106,14 @@ plot.set(
     ),
 )
 plot.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
-plt.show()
+show(
+    figure,
+    word(
+        "Mean KL divergence against bits per weight, a mark for each method; filled marks on a stepped line"
+        " are those that no other method beats in both.",
+        "平均 KL 散度对每个权重的位数，每种方法一个点；折线上的实心点是没有其他方法在两方面都胜过的。",
+    ),
+)
 
 # %% [markdown]
 # ## How fast at best?
@@ -139,7 +146,14 @@ plot.set(
     title=word("Bound by memory bandwidth, 8 billion weights", "内存带宽上限，80 亿权重"),
 )
 plot.legend(title=word("weights of", "权重"))
-plt.show()
+show(
+    figure,
+    word(
+        "For each chip, bars of the most tokens per second for one user, with weights of 16, 8, 6 and 4 "
+        "bits: the fewer bits, the more tokens.",
+        "每种芯片的单用户每秒词元上限，权重为 16、8、6、4 位：位数越少，词元越多。",
+    ),
+)
 
 # %% [markdown]
 # ## Which method for which chip
@@ -222,7 +236,14 @@ figure.suptitle(
         "● 文档允许   ○ 无公开文档      越左越准（内置小模型）",
     )
 )
-plt.show()
+show(
+    figure,
+    word(
+        "One panel for each chip, one row for each method: mean KL where the chip can run it, with a ring "
+        "around the method to take at 8 bits and at 4 bits.",
+        "每种芯片一幅，每种方法一行：芯片能运行时的平均 KL，圆圈标出 8 位与 4 位时应选的方法。",
+    ),
+)
 
 # %%
 for chip in CHIPS:

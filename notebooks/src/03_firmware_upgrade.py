@@ -7,7 +7,7 @@
 # %%
 import matplotlib.pyplot as plt
 import torch
-from support import MARKS, bar_look, labels, qwen_quantize, workplace
+from support import MARKS, bar_look, labels, qwen_quantize, show, workplace
 
 from qwen_quantize.formats.cast_rule import CastRule, Overflow, Rounding, Subnormals
 from qwen_quantize.formats.codec import decode, encode
@@ -100,7 +100,14 @@ gate.set(
         "除非整条误差棒在容差左侧，否则报警",
     ),
 )
-plt.show()
+show(
+    figure,
+    word(
+        "Left: values before and after the cast under the old and the new firmware, the new one below the "
+        "old. Right: the measured rise of perplexity between two margins.",
+        "左：新旧固件下转换前后的值，新固件偏低。右：测得的困惑度上升与两个容限。",
+    ),
+)
 
 # %% [markdown]
 # ## Whose fault, and did calibrating again help?
@@ -168,7 +175,14 @@ causes.set(
 )
 causes.legend(fontsize=9, loc="upper left")
 causes.margins(y=0.2)
-plt.show()
+show(
+    figure,
+    word(
+        "Mean KL of the old weights on both firmwares and of the new weights on the new one; then the part "
+        "of each cause alone.",
+        "旧权重在两版固件上、新权重在新固件上的平均 KL；以及各原因单独的部分。",
+    ),
+)
 
 # %% [markdown]
 # The upgrade doubles what the cast of activations costs, and nothing else moves but the scales that go with it. The new

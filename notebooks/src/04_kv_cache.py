@@ -8,7 +8,7 @@
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import LogNorm
-from support import MARKS, labels, qwen_quantize, workplace
+from support import MARKS, labels, qwen_quantize, show, workplace
 
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.embedded import calibration_text_path, embedded_model_path
@@ -81,7 +81,14 @@ plots[2].set(
     title=word("Above the dotted line, mixing widths pays", "高于点线时，混合位宽有益"),
 )
 plots[2].legend()
-plt.show()
+show(
+    figure,
+    word(
+        "Two maps of layers and heads with their share of the damage that INT4 keys and values do, and the "
+        "share of the worst channels: few channels carry nearly all.",
+        "各层各头的 INT4 键与值损失占比，以及最差通道的占比：少数通道占了几乎全部。",
+    ),
+)
 
 # %% [markdown]
 # ## What a scheme costs
@@ -156,11 +163,19 @@ plots[0].set_ylabel(word("mean KL divergence, nats (lower: more accurate)", "平
 plots[1].legend(title=word("scheme", "方案"))
 figure.suptitle(
     word(
-        "Keep the newest and the first tokens wide; then take the lowest mark left of the bits you can afford",
+        "Keep the newest and the first tokens wide; then take the lowest mark left of the bits you can "
+        "afford",
         "先保留最新和最前的词元为高精度，再在可承受的位数左侧取最低的点",
     )
 )
-plt.show()
+show(
+    figure,
+    word(
+        "Mean KL against bits of the key-value cache for each scheme, with the newest and first tokens kept"
+        " wide and without.",
+        "各方案的平均 KL 对键值缓存位数，分保留与不保留最新和最初词元。",
+    ),
+)
 
 # %% [markdown]
 # The arithmetic of a budget, as the plan prints it. `eval` finds fixed scales and widths on the text it measures;

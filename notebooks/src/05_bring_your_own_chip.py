@@ -9,7 +9,7 @@
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from support import MARKS, bar_look, labels, qwen_quantize, workplace
+from support import MARKS, bar_look, labels, qwen_quantize, show, workplace
 
 word = labels("en")
 workplace("05_bring_your_own_chip")
@@ -139,7 +139,14 @@ layers.set(
     title=word("After each layer: higher is better", "每层之后：越高越好"),
 )
 layers.legend()
-plt.show()
+show(
+    figure,
+    word(
+        "Left: loss on the device when calibrated from the data sheet and after probing; right: signal to "
+        "error after each layer. Probing first is better in both.",
+        "左：按数据手册校准与先探测再校准时的设备损失；右：各层之后的信噪比。先探测两者都更好。",
+    ),
+)
 
 # %% [markdown]
 # On a real device: `qwen_quantize probe --on npu:0 --chip mychip.toml --output measured.toml`.

@@ -193,9 +193,10 @@ def _shade(share: float) -> int:
 
 def _shade_legend(width: float) -> Markup:
     title = "share of the layer's blocks:" if width > 400 else "share:"
+    pitch = 64 if width > 400 else 56
     parts = [text(4, 14, title)]
     for shade, words in enumerate(("<1%", "<5%", "<20%", "<50%", "50%+"), start=1):
-        left = 4 + CHARACTER_WIDTH * len(title) + 8 + 56 * (shade - 1)
+        left = 4 + CHARACTER_WIDTH * len(title) + 8 + pitch * (shade - 1)
         parts.append(element("rect", class_=f"cell h{shade}", x=left, y=4, width=12, height=12))
         parts.append(text(left + 16, 14, words))
     return Markup("").join(parts)
@@ -233,19 +234,25 @@ def kl_histogram(measured: Measured, width: float, key: str) -> Markup | None:
             )
         )
     marks = (("p50", measured.kl_p50), ("p90", measured.kl_p90), ("p99", measured.kl_p99))
-    for row, (name, value) in enumerate(marks):
-        if value is not None:
-            parts.append(_mark(frame, x.at(value), 26 + 14.0 * row, f"{name} {significant(value)}", row))
+    known = [
+        (x.at(value), 26 + 14.0 * row, f"{name} {significant(value)}", row)
+        for row, (name, value) in enumerate(marks)
+        if value is not None
+    ]
+    parts += [
+        element("line", class_=f"quantile q{row}", x1=at, x2=at, y1=top - 8, y2=frame.y_end)
+        for at, top, _, row in known
+    ]
+    parts += [_beside(frame, at, top, words) for at, top, words, _ in known]
     summary = ", ".join(f"{name} {significant(value)}" for name, value in marks)
     return frame.drawing(key, "KL divergence over tokens", f"{summary} nats over {total} tokens.", parts)
 
 
-def _mark(frame: Frame, x: float, y: float, words: str, row: int) -> Markup:
-    """A dashed vertical line whose label stands in its own row, on the side that has room."""
-    line = element("line", class_=f"quantile q{row}", x1=x, x2=x, y1=y - 8, y2=frame.y_end)
+def _beside(frame: Frame, x: float, y: float, words: str) -> Markup:
+    """The label of a vertical line, in its own row on the side that has room; over the lines it crosses there."""
     if x + 5 + CHARACTER_WIDTH * len(words) > frame.width:
-        return line + text(x - 4, y, words, "end", "strong")
-    return line + text(x + 4, y, words, class_="strong")
+        return text(x - 4, y, words, "end", "strong over")
+    return text(x + 4, y, words, class_="strong over")
 
 
 def input_outliers(layers: Sequence[LayerRecord], width: float, key: str) -> Markup | None:

@@ -26,6 +26,8 @@ def rendered(name: str, **values: Any) -> str:
         "significant": numbers.significant,
         "scientific": numbers.scientific,
         "decibels": numbers.decibels,
+        "duration": numbers.duration,
+        "milliseconds": lambda seconds: f"{numbers.significant(1000 * seconds)} ms",
         "integer": lambda value: f"{value:,}",
         "shape": lambda shape: "×".join(str(size) for size in shape),
     }

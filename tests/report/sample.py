@@ -208,3 +208,34 @@ def mixture(layers: int = 4, experts: int = 16, dense: int = 1, needed: int = 10
     shares = [layer["router_agreement"] for layer in made["validation"]["layers"][dense:]]
     made["validation"]["router_agreement"] = sum(shares) / len(shares)
     return made
+
+
+def bench() -> dict[str, Any]:
+    """What `bench --load A,B --json` prints."""
+    loads = [
+        {
+            "load": name,
+            "batch": batch,
+            "prompt_tokens": prompt,
+            "new_tokens": 64,
+            "time_to_first_token_seconds": 12.5,
+            "prefill_tokens_per_second": 2621.44,
+            "decode_tokens_per_second": 123.4,
+            "step_p50_seconds": 0.05,
+            "step_p95_seconds": 0.09,
+            "step_p99_seconds": 0.1,
+            "step_seconds": [0.05 + 0.04 * wave(step) for step in range(64)],
+            "cache_bytes": 4 << 30,
+            "bandwidth_bound_fraction": fraction,
+        }
+        for name, batch, prompt, fraction in (("A", 16, 2048, 0.72), ("B", 1, 65536, None))
+    ]
+    return {
+        "model": "out/a-model",
+        "engine": "fast linears",
+        "device": "cpu",
+        "threads": 2,
+        "weight_bytes": 1 << 30,
+        "peak_memory_bytes": 6 << 30,
+        "loads": loads,
+    }

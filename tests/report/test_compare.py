@@ -206,7 +206,7 @@ def test_numbers_of_points_that_lie_together_do_not_cover_each_other() -> None:
     rows = [row(f"r{index}", 0.0500 + index * 1e-6, (90 << 20) + index) for index in range(8)]
     drawn = pareto(compare(rows, Order.KL), 600.0, "key")
     assert drawn is not None
-    places = re.findall(r'<text class="strong" x="([\d.]+)" y="([\d.]+)"', str(drawn))
+    places = re.findall(r'<text class="strong over" x="([\d.]+)" y="([\d.]+)"', str(drawn))
     assert len(places) == 8
     assert len(set(places)) == 8
 
