@@ -90,7 +90,7 @@ for method in frontier:
     plot.annotate(
         method, place, xytext=(-8, -6), textcoords="offset points", ha="right", va="top", fontweight="bold"
     )
-plot.margins(x=0.15)
+plot.margins(x=0.22, y=0.12)
 corners = [(on_cpu[method]["bits_per_weight"], on_cpu[method]["kl_mean"]) for method in frontier]
 plot.step(*zip(*corners, strict=True), where="post", color="black", linestyle="--", linewidth=1)
 plot.set_yscale("log")
@@ -101,8 +101,8 @@ plot.set(
     ),
     ylabel=word("mean KL divergence, nats (lower: more accurate)", "平均 KL 散度，nat（越低越准）"),
     title=word(
-        "Filled marks on the dashed line: no other method is smaller and as accurate",
-        "虚线上的实心点：没有更小且同样准确的方法",
+        "Take a filled mark: no other method is both smaller and as accurate",
+        "选实心点：没有更小且同样准确的方法",
     ),
 )
 plot.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
@@ -143,7 +143,10 @@ plot.set_xticks(
 )
 plot.set(
     ylabel=word("tokens/s for one user, at most", "单用户 tokens/s 上限"),
-    title=word("Bound by memory bandwidth, 8 billion weights", "内存带宽上限，80 亿权重"),
+    title=word(
+        "Fewer bits, more tokens: bound by memory bandwidth, 8 billion weights",
+        "位数越少，词元越多：内存带宽上限，80 亿权重",
+    ),
 )
 plot.legend(title=word("weights of", "权重"))
 show(
