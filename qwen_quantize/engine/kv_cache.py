@@ -63,6 +63,11 @@ class AttentionCache(Protocol):
     @property
     def keeps_latents(self) -> bool: ...
 
+    @property
+    def keeps_unrotated(self) -> bool:
+        """Whether grouped attention gives it keys that are not rotated yet, and rotates what it returns."""
+        ...
+
     def append(self, layer: int, keys: Tensor, values: Tensor) -> Context:
         """Store [B, kv_heads, T, key_dim or value_dim] behind what is there and return all of the layer's so far."""
         ...
@@ -134,6 +139,7 @@ class KVCache(TokenCache):
     """Keys [layers, batch, kv_heads, capacity, key_dim] and values [..., value_dim] in float32."""
 
     keeps_latents = False
+    keeps_unrotated = False
 
     def __init__(self, config: ModelConfig, batch: int, capacity: int) -> None:
         super().__init__(config, batch, capacity)

@@ -87,6 +87,10 @@ class PackedKVCache(TokenCache):
         return self._plan.latent
 
     @property
+    def keeps_unrotated(self) -> bool:
+        return self._plan.scheme.unrotated
+
+    @property
     def nbytes(self) -> int:
         return self.packed_bytes + self.side_bytes
 
@@ -120,6 +124,10 @@ class SimulatedCache:
     @property
     def keeps_latents(self) -> bool:
         return self._plan.latent
+
+    @property
+    def keeps_unrotated(self) -> bool:
+        return self._plan.scheme.unrotated
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> Context:
         stored = self._plan.layers[layer]
