@@ -100,7 +100,7 @@ def many(x: Tensor, count: int) -> Tensor:
 def test_derivatives_foretell_what_small_errors_do(keys: bool) -> None:
     """Random errors of one channel, against the squared change of the output that they really make."""
     own, generator = sample(3), torch.Generator().manual_seed(8)
-    probes = 600
+    probes = 400
     wide = replace(
         own, query=many(own.query, probes), key=many(own.key, probes), value=many(own.value, probes)
     )
@@ -108,11 +108,11 @@ def test_derivatives_foretell_what_small_errors_do(keys: bool) -> None:
     factor = found.square().mean(dim=(0, 2))
     exact = outputs(own, own.key, own.value)
     for head, channel in ((0, 3), (1, 20)):
-        noise = torch.zeros(1000, *own.key.shape[1:])
-        noise[:, head, :, channel] = 1e-2 * torch.randn(1000, own.key.shape[2], generator=generator)
+        noise = torch.zeros(600, *own.key.shape[1:])
+        noise[:, head, :, channel] = 1e-2 * torch.randn(600, own.key.shape[2], generator=generator)
         moved = outputs(own, own.key + noise, own.value) if keys else outputs(own, own.key, own.value + noise)
         truth = float((moved - exact).square().sum(-1).mean()) / 1e-4
-        assert truth == pytest.approx(float(factor[head, channel]), rel=0.2)
+        assert truth == pytest.approx(float(factor[head, channel]), rel=0.25)
 
 
 def test_latents_are_weighed_by_all_that_is_expanded_from_them() -> None:
@@ -126,7 +126,7 @@ def test_latents_are_weighed_by_all_that_is_expanded_from_them() -> None:
         wide = positional.unsqueeze(1).expand(latent.shape[0], 4, -1, -1)
         return mixture(query, torch.cat((key, wide), dim=-1), value, own.sight)
 
-    probes = 600
+    probes = 400
     wide = replace(
         own, query=many(query, probes), latent=many(latent, probes), positional=many(positional, probes)
     )
@@ -135,10 +135,10 @@ def test_latents_are_weighed_by_all_that_is_expanded_from_them() -> None:
         .square()
         .mean((0, 1))
     )
-    noise = torch.zeros(1000, 24, 16)
-    noise[..., 7] = 1e-3 * torch.randn(1000, 24, generator=generator)
+    noise = torch.zeros(600, 24, 16)
+    noise[..., 7] = 1e-3 * torch.randn(600, 24, generator=generator)
     truth = float((output(latent + noise) - output(latent)).square().sum(-1).mean()) / 1e-6
-    assert truth == pytest.approx(float(factor[7]), rel=0.2)
+    assert truth == pytest.approx(float(factor[7]), rel=0.25)
 
 
 def test_only_what_is_quantized_counts() -> None:
@@ -302,10 +302,10 @@ def test_channels_of_like_size_share_scales() -> None:
     seen = KvStatistics(observer.statistics(1.0), None)
     small = seen.keys.damages[1][0, 1::2]  # in groups of 32
     assert small.max() < damage(x, along.square(), elements[1])[0, 1::2].min() / 50
-    plan = mixed_plan(parse_kv_scheme("mixed:5"), latent_config(), dict.fromkeys(range(2), seen))
-    keys = plan.attention_layers[0].keys
+    (side,) = mixed_sides(parse_kv_scheme("mixed"), latent_config(), {0: seen})
+    keys = side.tensor(torch.ones(len(side.units.channels), dtype=torch.int64))
     found = (keys.unpack(keys.pack(x[:, 0])) - x[:, 0]).square() * along[:, 0].square()
-    assert found.mean(dim=(0, 1))[1::2].max() < damage(x, along.square(), elements[0])[0, 1::2].min() / 50
+    torch.testing.assert_close(found.mean(dim=(0, 1)), seen.keys.damages[1][0], rtol=1e-2, atol=1e-6)
 
 
 def test_latents_have_no_rotation_to_leave_out() -> None:
