@@ -19,6 +19,7 @@ from qwen_quantize.engine.experts import route, run_expert, shared_expert
 from qwen_quantize.engine.layer import Layer
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.model import dense_mlp, mlp_input, run_attention
+from qwen_quantize.engine.rotary import LayerRotary
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kv_scheme import KvScheme
@@ -46,6 +47,7 @@ def observe_gradient(
     require_way_back(config)
     room, model = room or Room(), StreamedModel(reader, chip)
     batches = window_ranges(windows.shape[0], room.windows)
+    rotary = LayerRotary(config)  # the reader's may come from inference mode, which has no way back
     found: dict[int, KvStatistics] = {}
     with states_of(windows, config, room.folder) as states, states_of(windows, config, room.folder) as slopes:
         with states.writing(0) as writer:
@@ -65,7 +67,7 @@ def observe_gradient(
                 for begin, end in batches:
                     before = states.read(index, begin, end)
                     after = slopes.read(index + 1, begin, end)
-                    writer.append(through_layer(reader, layer, index, before, after, look))
+                    writer.append(through_layer(reader, layer, rotary, index, before, after, look))
             states.remove(index + 1)
             slopes.remove(index + 1)
             found[index] = look.statistics(unit=1.0)
@@ -100,10 +102,16 @@ def _begin_at_the_head(model: StreamedModel, states: HiddenStates, slopes: Hidde
 
 
 def through_layer(
-    reader: ModelReader, layer: Layer, index: int, before: Tensor, after: Tensor, look: LayerLook
+    reader: ModelReader,
+    layer: Layer,
+    rotary: LayerRotary,
+    index: int,
+    before: Tensor,
+    after: Tensor,
+    look: LayerLook,
 ) -> Tensor:
     """The gradient by what a layer reads. before: [B, T, hidden], that; after: the gradient by what it gives."""
-    blueprint, rotary = reader.blueprint, reader.rotary
+    blueprint = reader.blueprint
     attended = torch.cat(
         [run_attention(one, layer, index, blueprint, rotary) for one in torch.split(before, 1)]
     )

@@ -305,7 +305,7 @@ def test_channels_of_like_size_share_scales() -> None:
     (side,) = mixed_sides(parse_kv_scheme("mixed"), latent_config(), {0: seen})
     keys = side.tensor(torch.ones(len(side.units.channels), dtype=torch.int64))
     found = (keys.unpack(keys.pack(x[:, 0])) - x[:, 0]).square() * along[:, 0].square()
-    torch.testing.assert_close(found.mean(dim=(0, 1)), seen.keys.damages[1][0], rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(found.mean(dim=(0, 1)), seen.keys.damages[1][0], rtol=3e-2, atol=0)
 
 
 def test_latents_have_no_rotation_to_leave_out() -> None:
