@@ -317,11 +317,7 @@ def contest_of(
 
 def run(asked: Asked) -> dict[str, Any]:
     end = time.monotonic() + 60 * asked.minutes
-    stored = json.loads(asked.results.read_text()) if asked.results.is_file() else {}
-    found: dict[str, list[dict[str, Any]]] = {
-        "rows": [row for row in stored.get("rows", []) if row["scheme"] in SCHEMES],
-        "contests": stored.get("contests", []),
-    }
+    found = _stored(asked.results)
     for name in asked.models:
         case = case_of(name, asked)
         reader = ModelReader(open_source(case.path))
@@ -352,6 +348,7 @@ def run(asked: Asked) -> dict[str, Any]:
                 break
             if isinstance(one, Contest):
                 row = contest_of(case, reader, one, exact, statistics)
+                found = _stored(asked.results)  # another run may have written meanwhile
                 found["contests"] = [
                     r for r in found["contests"] if r["model"] != case.name or not one.is_of(r)
                 ] + [row]
@@ -359,6 +356,7 @@ def run(asked: Asked) -> dict[str, Any]:
                 plan = plan_for(one, config, statistics)
                 ours = predictions(reader, plan, case.windows, exact)
                 row = row_of(case, one, plan, ours, reference, config)
+                found = _stored(asked.results)
                 found["rows"] = [
                     r for r in found["rows"] if (r["model"], r["scheme"]) != (case.name, one)
                 ] + [row]
@@ -366,6 +364,12 @@ def run(asked: Asked) -> dict[str, Any]:
             asked.results.write_text(json.dumps(found, indent=1) + "\n")
             print("\n".join(_lines(row)), file=sys.stderr, flush=True)
     return found
+
+
+def _stored(results: Path) -> dict[str, list[dict[str, Any]]]:
+    stored = json.loads(results.read_text()) if results.is_file() else {}
+    rows = [row for row in stored.get("rows", []) if row["scheme"] in SCHEMES]
+    return {"rows": rows, "contests": stored.get("contests", [])}
 
 
 def _shape(row: dict[str, Any]) -> tuple[str, int, int]:

@@ -116,7 +116,7 @@ def through_layer(
         [run_attention(one, layer, index, blueprint, rotary) for one in torch.split(before, 1)]
     )
     slopes = _through_mlp(reader, layer, index, attended, after)
-    parts = []
+    parts: list[Tensor] = []
     for one, slope in zip(torch.split(before, 1), torch.split(slopes, 1), strict=True):
         look.add(one, slope)
         leaf = one.clone().requires_grad_()
@@ -129,7 +129,7 @@ def through_layer(
 def _through_mlp(reader: ModelReader, layer: Layer, index: int, attended: Tensor, after: Tensor) -> Tensor:
     blueprint = reader.blueprint
     sparse = blueprint.sparse(index) is not None
-    parts = []
+    parts: list[Tensor] = []
     for one, slope in zip(torch.split(attended, 1), torch.split(after, 1), strict=True):
         leaf = one.clone().requires_grad_()
         with torch.enable_grad():
