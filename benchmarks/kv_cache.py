@@ -1,17 +1,24 @@
-"""What key-value caches of few bits cost in perplexity, and whether mixing widths by importance pays.
+"""What key-value caches of few bits cost, and whether mixing widths by importance pays.
 
-    python benchmarks/kv_cache.py [--json] [--models embedded:dense,FILE] [--cache FOLDER]
-                                  [--tokens 8192] [--window 2048] [--minutes M]
+    python benchmarks/kv_cache.py [--json] [--models embedded:dense,embedded:moe,FILE] [--cache FOLDER]
+                                  [--tokens 8192] [--window 2048] [--minutes M] [--only rows|contests]
 
 Each row is one scheme on one model: bits of a quantized value with its scales, bits of a value at the context's end
-with window and sinks, and the rise of perplexity with its standard error over windows, every query seeing what a
-decoder with that cache would see. `blind` has as many channels of each width in each layer's keys and values as the
-mixed plan of that budget, chosen by their numbers and not by what they are worth. Rows without window and sinks
-(`,window=0,sinks=0`) show the widths alone. A row is written to benchmarks/results/kv_cache.json as soon as it is
-measured, and is not measured again; --minutes ends the run early.
+with window and sinks, the divergence of its predictions from those with an unquantized cache, and the rise of
+perplexity, both with standard errors over windows, every query seeing what a decoder with that cache would see. Rows
+without window and sinks (`,window=0,sinks=0`) show the widths alone.
 
-A model is `embedded:dense` or a path. The embedded one uses the shipped texts, any other model those of --cache
-(calib.jsonl, heldout.txt), which `make real-model` fetches.
+Each contest sets three caches of the same bytes beside each other: uniform INT4, a mixed one, and a blind one with as
+many channels of each width in each layer's keys and values as the mixed one, chosen by their numbers and not by what
+they are worth. Where the mixed cache waits for longer spans of tokens, the uniform one keeps as many more of the newest
+tokens in 16 bits as that takes. Differences to the mixed cache are those of the same tokens, with their standard errors
+over windows; `mixed_closer` is the share of tokens whose predictions the mixed cache leaves closer to the exact ones,
+which says more than a mean where a few tokens visit other experts. `foretold` is the divergence that an allocation by
+the gradient's squares expects of its choice.
+
+A row or contest is written to benchmarks/results/kv_cache.json as soon as it is measured, and is not measured again;
+--minutes ends the run early. A model is `embedded:dense`, `embedded:moe` or a path. The embedded ones use the shipped
+texts, any other model those of --cache (calib.jsonl, heldout.txt), which `make real-model` fetches.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +43,13 @@ from qwen_quantize.embedded import calibration_text_path, embedded_by_name, held
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.packed_cache import PackedKVCache
 from qwen_quantize.engine.streamed import StreamedModel
+from qwen_quantize.eval.divergence import token_kl
 from qwen_quantize.eval.perplexity import paired_rise, perplexity, rows_to_score, targets_of, token_nll
 from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.formats.kv_scheme import KvKind, KvScheme, parse_kv_scheme
-from qwen_quantize.pipeline.kv_cache import observe
+from qwen_quantize.models.config import ModelConfig
+from qwen_quantize.pipeline.kv_gradient import observe_gradient
+from qwen_quantize.pipeline.kv_observe import observe
 from qwen_quantize.pipeline.run import source_tokenizer
 from qwen_quantize.pipeline.texts import calibration_batches, evaluation_windows, load_documents
 
@@ -50,12 +60,10 @@ SCHEMES = (
     "int4:128",
     "mixed:5.07",
     "int4:32" + BARE,
-    "mixed:5" + BARE,
-    "blind:5" + BARE,
+    "int4:32,keys=pre-rope" + BARE,
     "int4:128" + BARE,
-    "int4:32",
-    "mixed:5",
-    "blind:5",
+    "int4:128,keys=pre-rope" + BARE,
+    "mixed:5" + BARE,
     "int8",
     "fp8",
     "fp16",
@@ -73,35 +81,94 @@ class Case:
     windows: Tensor
 
 
-def case_of(name: str, cache: Path, window: int, tokens: int) -> Case:
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """group: of the uniform INT4 cache; rest: the mixed scheme's words behind its budget, which is as many bits."""
+
+    group: int
+    rest: str
+
+    def is_of(self, row: dict[str, Any]) -> bool:
+        return (row["group"], row["rest"]) == (self.group, self.rest)
+
+
+CONTESTS = (
+    Contest(32, ":32,window=128,sinks=4"),
+    Contest(32, ":32,window=0,sinks=0"),
+    Contest(32, ":32,importance=gradient,window=0,sinks=0"),
+    Contest(32, ":32,keys=pre-rope,window=0,sinks=0"),
+    Contest(32, ",window=128,sinks=4"),
+)
+# Keys whose scales span tokens, and that are rotated, are what latent attention does not store.
+OF_LATENTS = (CONTESTS[0], CONTESTS[1], CONTESTS[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The command line."""
+
+    models: list[str]
+    cache: Path
+    window: int
+    tokens: int
+    minutes: float
+    only: str | None
+    results: Path
+
+
+def case_of(name: str, asked: Asked) -> Case:
     embedded = embedded_by_name(name)
     path = Path(name) if embedded is None else embedded
-    dataset = cache / "calib.jsonl" if embedded is None else calibration_text_path()
-    text = cache / "heldout.txt" if embedded is None else heldout_text_path()
+    dataset = asked.cache / "calib.jsonl" if embedded is None else calibration_text_path()
+    text = asked.cache / "heldout.txt" if embedded is None else heldout_text_path()
     source = open_source(path)
     longest = ModelReader(source).blueprint.config.max_position
     tokenizer = source_tokenizer(source)
     calibration = calibration_batches(load_documents(str(dataset)), tokenizer, 8, min(512, longest), 0).tokens
-    windows = evaluation_windows(load_documents(str(text)), tokenizer, min(window, longest), tokens).windows
+    windows = evaluation_windows(
+        load_documents(str(text)), tokenizer, min(asked.window, longest), asked.tokens
+    ).windows
     return Case(path.name if embedded is None else name, path, calibration, windows)
 
 
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Of one cache, token by token, float64: losses, and divergences from the unquantized cache's predictions."""
+
+    loss: Tensor
+    divergence: Tensor
+
+
 @torch.inference_mode()
-def losses(reader: ModelReader, plan: KvPlan | None, windows: Tensor) -> Tensor:
-    """[predictions] float64, one window at a time inside each layer."""
+def last_states(reader: ModelReader, plan: KvPlan | None, windows: Tensor) -> Tensor:
+    """What the head reads for each prediction, one window at a time inside each layer."""
     model = StreamedModel(reader, None, plan)
     hidden = model.embed(windows)
     for index in range(model.num_layers):
         model.open_layer(index)
         hidden = model.run_layer(hidden)
+    return rows_to_score(hidden)
+
+
+@torch.inference_mode()
+def predictions(reader: ModelReader, plan: KvPlan | None, windows: Tensor, exact: Tensor) -> Predictions:
+    """exact: `last_states` of the unquantized cache."""
+    rows, targets = exact if plan is None else last_states(reader, plan, windows), targets_of(windows)
+    model = StreamedModel(reader)
     model.open_head()
-    rows, targets = rows_to_score(hidden), targets_of(windows)
-    return torch.cat(
-        [
-            token_nll(model.log_probabilities(rows[at : at + _ROWS]), targets[at : at + _ROWS])
-            for at in range(0, rows.shape[0], _ROWS)
-        ]
-    )
+    loss, divergence = [], []
+    for at in range(0, rows.shape[0], _ROWS):
+        part = slice(at, at + _ROWS)
+        ours, theirs = (model.log_probabilities(one[part]) for one in (rows, exact))
+        loss.append(token_nll(ours, targets[part]))
+        divergence.append(token_kl(theirs, ours))
+    return Predictions(torch.cat(loss), torch.cat(divergence))
+
+
+def mean_and_error(values: Tensor, tokens: int) -> tuple[float, float]:
+    """Mean of values that come in windows of `tokens`, and its standard error over windows."""
+    means = values.view(-1, tokens).mean(dim=1)
+    return float(means.mean()), float(means.std(unbiased=True)) / math.sqrt(means.numel())
 
 
 def blind(sides: list[MixedSide], chosen: list[Tensor]) -> list[Tensor]:
@@ -120,88 +187,217 @@ def blind(sides: list[MixedSide], chosen: list[Tensor]) -> list[Tensor]:
     return places
 
 
-def plan_for(text: str, reader: ModelReader, calibration: Tensor, known: dict[str, Any]) -> KvPlan:
-    """The plan of a row's words; statistics are found once."""
-    config = reader.blueprint.config
+class Statistics:
+    """What calibration text says of one model, looked at once for each window and sinks."""
+
+    def __init__(self, reader: ModelReader, calibration: Tensor) -> None:
+        self._reader, self._calibration = reader, calibration
+        self._known: dict[KvScheme, dict[int, KvStatistics]] = {}
+
+    def of(self, scheme: KvScheme) -> dict[int, KvStatistics]:
+        key = replace(scheme, bits=16.0)
+        if key not in self._known:
+            look = observe_gradient if scheme.gradient else observe
+            self._known[key] = look(self._reader, self._calibration, scheme)
+        return self._known[key]
+
+
+def plan_for(text: str, config: ModelConfig, statistics: Statistics) -> KvPlan:
+    """The plan of a row's words."""
     ignorant = text.startswith("blind")
     scheme = parse_kv_scheme(text.replace("blind", "mixed"))
     if scheme.kind is KvKind.MIXED:
-        statistics = _statistics(scheme, reader, calibration, known)
-        sides = mixed_sides(scheme, config, statistics)
-        assert scheme.bits is not None
-        chosen = allocate(sides, scheme.bits)
-        return plan_of_choice(scheme, config, sides, blind(sides, chosen) if ignorant else chosen)
+        return mixed_and_blind(scheme, config, statistics)[1 if ignorant else 0]
     findings = KvFindings()
-    if scheme.needs_scales:
-        statistics = _statistics(parse_kv_scheme("mixed"), reader, calibration, known)
-        findings = KvFindings({n: KvRange(s.key_largest, s.value_largest) for n, s in statistics.items()})
+    if scheme.needs_scales and config.latent is None:
+        seen = statistics.of(parse_kv_scheme("mixed"))
+        ranges = {
+            n: KvRange(s.keys.largest, s.values.largest) for n, s in seen.items() if s.values is not None
+        }
+        findings = KvFindings(ranges)
     return uniform_plan(scheme, config, findings)
 
 
-def _statistics(
-    scheme: KvScheme, reader: ModelReader, calibration: Tensor, known: dict[str, Any]
-) -> dict[int, KvStatistics]:
-    key = f"{scheme.window},{scheme.sinks}"
-    if key not in known:
-        known[key] = observe(reader, calibration, scheme)
-    found: dict[int, KvStatistics] = known[key]
-    return found
+def mixed_and_blind(
+    scheme: KvScheme, config: ModelConfig, statistics: Statistics
+) -> tuple[KvPlan, KvPlan, float]:
+    """(the allocation's plan, the blind one, the damage that the first expects)."""
+    sides = mixed_sides(scheme, config, statistics.of(scheme))
+    assert scheme.bits is not None
+    chosen = allocate(sides, scheme.bits)
+    damage = sum(
+        float(side.units.costs.gather(1, widths.unsqueeze(1)).sum())
+        for side, widths in zip(sides, chosen, strict=True)
+    )
+    plans = [plan_of_choice(scheme, config, sides, one) for one in (chosen, blind(sides, chosen))]
+    return plans[0], plans[1], damage
 
 
-def row_of(case: Case, text: str, plan: KvPlan, ours: Tensor, exact: Tensor, config: Any) -> dict[str, Any]:
+def row_of(
+    case: Case, text: str, plan: KvPlan, ours: Predictions, exact: Tensor, config: ModelConfig
+) -> dict[str, Any]:
     window = case.windows.shape[1]
-    rise, error = paired_rise(exact, ours, window - 1)
+    rise, error = paired_rise(exact, ours.loss, window - 1)
+    divergence, spread = mean_and_error(ours.divergence, window - 1)
     cache = PackedKVCache(config, plan, 1, window)
     cache.reserve(window)
     return {
         "model": case.name,
         "scheme": text,
         "window": window,
-        "tokens": ours.numel(),
+        "tokens": ours.loss.numel(),
         "bits": plan.bits,
         "bits_at_window": plan.bits_at(window),
         "planned_bytes": plan.bytes_at(1, window),
         "measured_bytes": cache.packed_bytes,
-        "perplexity": perplexity(ours),
+        "perplexity": perplexity(ours.loss),
         "reference_perplexity": perplexity(exact),
         "rise": rise,
         "rise_standard_error": error,
+        "kl": divergence,
+        "kl_standard_error": spread,
+        "kl_median": float(ours.divergence.median()),
     }
 
 
-def run(
-    names: list[str], cache: Path, window: int, tokens: int, minutes: float, results: Path
-) -> list[dict[str, Any]]:
-    end = time.monotonic() + 60 * minutes
-    rows: list[dict[str, Any]] = json.loads(results.read_text())["rows"] if results.is_file() else []
-    for name in names:
-        case = case_of(name, cache, window, tokens)
+def contest_plans(
+    group: int, rest: str, config: ModelConfig, statistics: Statistics
+) -> dict[str, tuple[str, KvPlan]]:
+    """(words, plan) of the three caches of one contest. rest: the mixed scheme's words after its budget."""
+    uniform = uniform_plan(parse_kv_scheme(f"int4:{group}"), config)
+    bits = uniform.bits
+    if config.latent is not None:  # the budget is the latents'
+        keys = uniform.attention_layers[0].keys
+        bits = keys.bits_per_token / keys.width
+    text = f"mixed:{bits:g}{rest}"
+    scheme = parse_kv_scheme(text)
+    mixed, ignorant, damage = mixed_and_blind(scheme, config, statistics)
+    window = scheme.window + mixed.step - uniform.step
+    words = f"int4:{group},window={window},sinks={scheme.sinks}"
+    words += ",keys=pre-rope" if scheme.unrotated else ""
+    found = {
+        "uniform": (words, uniform_plan(parse_kv_scheme(words), config)),
+        "blind": (text.replace("mixed", "blind"), ignorant),
+        "mixed": (text, mixed),
+    }
+    if scheme.gradient:
+        found["mixed"] = (text, replace(mixed, notes=(f"{damage / 2!r}",)))
+    return found
+
+
+def contest_of(
+    case: Case, reader: ModelReader, contest: Contest, exact: Tensor, statistics: Statistics
+) -> dict[str, Any]:
+    config, size = reader.blueprint.config, case.windows.shape[1]
+    reference = predictions(reader, None, case.windows, exact).loss
+    plans = contest_plans(contest.group, contest.rest, config, statistics)
+    seen = {name: predictions(reader, plan, case.windows, exact) for name, (_, plan) in plans.items()}
+    sides: dict[str, Any] = {}
+    for name, (words, plan) in plans.items():
+        row = row_of(case, words, plan, seen[name], reference, config)
+        if name != "mixed":
+            divergence, loss = (
+                seen[name].divergence - seen["mixed"].divergence,
+                seen[name].loss - seen["mixed"].loss,
+            )
+            row["kl_over_mixed"], row["kl_over_mixed_standard_error"] = mean_and_error(divergence, size - 1)
+            closer = (seen["mixed"].divergence < seen[name].divergence).double()
+            row["mixed_closer"], row["mixed_closer_standard_error"] = mean_and_error(closer, size - 1)
+            row["loss_over_mixed"], row["loss_over_mixed_standard_error"] = mean_and_error(loss, size - 1)
+        sides[name] = {key: value for key, value in row.items() if key not in ("model", "window", "tokens")}
+    foretold = plans["mixed"][1].notes
+    return {
+        "model": case.name,
+        "group": contest.group,
+        "rest": contest.rest,
+        "window": size,
+        "tokens": reference.numel(),
+        "foretold": float(foretold[0]) if ",importance=gradient" in contest.rest else None,
+        **sides,
+    }
+
+
+def run(asked: Asked) -> dict[str, Any]:
+    end = time.monotonic() + 60 * asked.minutes
+    found = _stored(asked.results)
+    for name in asked.models:
+        case = case_of(name, asked)
         reader = ModelReader(open_source(case.path))
-        done = {(r["model"], r["scheme"], r["window"], r["tokens"]) for r in rows}
-        size = case.windows.shape[1]
-        missing = [t for t in SCHEMES if (case.name, t, size, case.windows.shape[0] * (size - 1)) not in done]
-        if not missing:
+        config, size = reader.blueprint.config, case.windows.shape[1]
+        shape = (case.name, size, case.windows.shape[0] * (size - 1))
+        work: list[str | Contest] = [
+            text
+            for text in (SCHEMES if asked.only != "contests" else ())
+            if (config.latent is None or "pre-rope" not in text)
+            and not any(
+                _shape(row) == shape and row["scheme"] == text and "kl" in row for row in found["rows"]
+            )
+        ]
+        work += [
+            contest
+            for contest in (
+                () if asked.only == "rows" else OF_LATENTS if config.latent is not None else CONTESTS
+            )
+            if not any(_shape(row) == shape and contest.is_of(row) for row in found["contests"])
+        ]
+        if not work:
             continue
-        exact = losses(reader, None, case.windows)
-        known: dict[str, Any] = {}
-        for text in missing:
+        exact = last_states(reader, None, case.windows)
+        reference = predictions(reader, None, case.windows, exact).loss
+        statistics = Statistics(reader, case.calibration)
+        for one in work:
             if time.monotonic() > end:
                 break
-            plan = plan_for(text, reader, case.calibration, known)
-            row = row_of(case, text, plan, losses(reader, plan, case.windows), exact, reader.blueprint.config)
-            rows = [r for r in rows if (r["model"], r["scheme"]) != (case.name, text)]
-            rows.append(row)
-            results.parent.mkdir(parents=True, exist_ok=True)
-            results.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-            print(_line(row), file=sys.stderr, flush=True)
-    return rows
+            if isinstance(one, Contest):
+                row = contest_of(case, reader, one, exact, statistics)
+                found = _stored(asked.results)  # another run may have written meanwhile
+                found["contests"] = [
+                    r for r in found["contests"] if r["model"] != case.name or not one.is_of(r)
+                ] + [row]
+            else:
+                plan = plan_for(one, config, statistics)
+                ours = predictions(reader, plan, case.windows, exact)
+                row = row_of(case, one, plan, ours, reference, config)
+                found = _stored(asked.results)
+                found["rows"] = [
+                    r for r in found["rows"] if (r["model"], r["scheme"]) != (case.name, one)
+                ] + [row]
+            asked.results.parent.mkdir(parents=True, exist_ok=True)
+            asked.results.write_text(json.dumps(found, indent=1) + "\n")
+            print("\n".join(_lines(row)), file=sys.stderr, flush=True)
+    return found
 
 
-def _line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['model'][:28]:28} {row['scheme']:28} {row['bits']:6.3f} {row['bits_at_window']:6.3f} "
-        f"{100 * row['rise']:+8.3f} % +- {100 * row['rise_standard_error']:.3f}"
+def _stored(results: Path) -> dict[str, list[dict[str, Any]]]:
+    stored = json.loads(results.read_text()) if results.is_file() else {}
+    rows = [row for row in stored.get("rows", []) if row["scheme"] in SCHEMES]
+    return {"rows": rows, "contests": stored.get("contests", [])}
+
+
+def _shape(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["model"], row["window"], row["tokens"]
+
+
+def _lines(row: dict[str, Any]) -> list[str]:
+    if "scheme" in row:
+        return [_line(row["model"], row)]
+    return [_line(row["model"], row[side]) for side in ("uniform", "blind", "mixed")]
+
+
+def _line(model: str, row: dict[str, Any]) -> str:
+    text = (
+        f"{model[:16]:16} {row['scheme']:44} {row['measured_bytes']:>9} {row['bits']:6.3f} "
+        f"KL {1e6 * row.get('kl', math.nan):8.2f}e-6 +- {1e6 * row.get('kl_standard_error', math.nan):6.2f} med "
+        f"{1e6 * row.get('kl_median', math.nan):6.2f} "
+        f"{100 * row['rise']:+8.4f} % +- {100 * row['rise_standard_error']:.4f}"
     )
+    if "kl_over_mixed" in row:
+        text += (
+            f" closer {row['mixed_closer']:.3f} +- {row['mixed_closer_standard_error']:.3f}"
+            f"  over mixed: {1e6 * row['kl_over_mixed']:+8.2f}e-6 +- {1e6 * row['kl_over_mixed_standard_error']:.2f} "
+            f"{1e6 * row['loss_over_mixed']:+8.2f}e-6 +- {1e6 * row['loss_over_mixed_standard_error']:.2f}"
+        )
+    return text
 
 
 def main() -> None:
@@ -209,19 +405,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--models", default="embedded:dense")
+    parser.add_argument("--models", default="embedded:dense,embedded:moe")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache")
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--minutes", type=float, default=1e6)
+    parser.add_argument("--only", choices=("rows", "contests"))
     parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args()
-    rows = run(asked.models.split(","), asked.cache, asked.window, asked.tokens, asked.minutes, asked.results)
-    if asked.json:
-        print(json.dumps({"rows": rows}))
-    else:
-        for row in rows:
-            print(_line(row))
+    given = parser.parse_args()
+    asked = Asked(
+        given.models.split(","),
+        given.cache,
+        given.window,
+        given.tokens,
+        given.minutes,
+        given.only,
+        given.results,
+    )
+    found = run(asked)
+    if given.json:
+        print(json.dumps(found))
+        return
+    for row in (*found["rows"], *found["contests"]):
+        print("\n".join(_lines(row)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def peers(say: Language, folder: Path = RESULTS) -> str:
 
 
 def _kv_cache(say: Language, found: Any) -> str:
-    head = [say(w) for w in ("model", "scheme", "window", "tokens", "bits of a value", "rise")]
+    head = [say(w) for w in ("model", "scheme", "window", "tokens", "bits of a value", "KL", "rise")]
     rows = [
         [
             row["model"],
@@ -32,11 +32,42 @@ def _kv_cache(say: Language, found: Any) -> str:
             f"{row['window']:,}",
             f"{row['tokens']:,}",
             f"{row['bits']:.2f}",
+            _millionths(row, "kl"),
             f"{100 * row['rise']:+.3f} % ± {100 * row['rise_standard_error']:.3f} %",
         ]
         for row in found["rows"]
     ]
-    return f"{say('kv_cache_words')}\n\n{table(head, rows)}"
+    text = f"{say('kv_cache_words')}\n\n{table(head, rows)}"
+    if not found.get("contests"):
+        return text
+    head = [
+        say(w)
+        for w in (
+            "model",
+            "mixed scheme",
+            "bytes",
+            "KL, mixed",
+            "KL, uniform less mixed",
+            "KL, blind less mixed",
+        )
+    ]
+    rows = [
+        [
+            row["model"],
+            f"`{row['mixed']['scheme']}`",
+            f"{row['mixed']['measured_bytes']:,}",
+            _millionths(row["mixed"], "kl"),
+            *(_millionths(row[rival], "kl_over_mixed", "+") for rival in ("uniform", "blind")),
+        ]
+        for row in found["contests"]
+    ]
+    return f"{text}\n{say('kv_contest_words')}\n\n{table(head, rows)}"
+
+
+def _millionths(row: Any, key: str, sign: str = "") -> str:
+    if key not in row:
+        return "–"
+    return f"{1e6 * row[key]:{sign}.2f} ± {1e6 * row[f'{key}_standard_error']:.2f}"
 
 
 _ENGINES = ("ours", "ours, head as stored", "llama.cpp", "transformers")

@@ -14,7 +14,7 @@ from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.embedded import calibration_text_path, embedded_model_path
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.formats.kv_scheme import parse_kv_scheme
-from qwen_quantize.pipeline.kv_cache import observe
+from qwen_quantize.pipeline.kv_observe import observe
 from qwen_quantize.pipeline.run import source_tokenizer
 from qwen_quantize.pipeline.texts import calibration_batches, load_documents
 
@@ -35,10 +35,8 @@ reader = ModelReader(source)
 text = load_documents(str(calibration_text_path()))
 windows = calibration_batches(text, source_tokenizer(source), 8, 512, 0).tokens
 seen = observe(reader, windows, parse_kv_scheme("mixed:5,window=0,sinks=0"))
-keys = torch.stack(
-    [one.key_importance * one.key_errors[0] for one in seen.values()]
-)  # [layers, heads, channels]
-values = torch.stack([one.value_importance * one.value_errors[0] for one in seen.values()])
+keys = torch.stack([one.keys.damages[0] for one in seen.values()])  # [layers, heads, channels]
+values = torch.stack([one.values.damages[0] for one in seen.values()])
 
 # %%
 sides = {word("keys", "键（K）"): keys, word("values", "值（V）"): values}

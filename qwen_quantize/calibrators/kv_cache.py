@@ -1,9 +1,11 @@
 """Mixed precision in the key-value cache: every group of channels gets the width that its bits buy most with.
 
 Groups lie within one head, a multiple of eight channels wide; of keys they are made of the pairs that rotary embedding
-turns together. Costs are additive, so the best choice under a budget is that of some price per bit: the price is
-found by bisection, and what the budget then has left is spent on the steps that gain most per bit. Bits are counted
-exactly, scales included, for all layers together.
+turns together. A width is a format and how many values share a scale: INT4 with fewer of them lies between INT4 and
+INT8. Costs are additive, so the best choice under a budget is that of some price per bit: the price is found by
+bisection, and what the budget then has left is spent on the steps that gain most per bit. Bits are counted exactly,
+scales included, for all layers together. Of latent attention the latent is chosen for, and counts; the few channels
+that carry the position stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -15,25 +17,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.kv_plans import require_attention, require_even
+from qwen_quantize.calibrators.kv_plans import (
+    positional_tensor,
+    require_attention,
+    require_even,
+    require_rotated,
+)
 from qwen_quantize.calibrators.kv_statistics import KvStatistics
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.cast_rule import RNE_SATURATE, CastRule
 from qwen_quantize.formats.kv_plan import KvLayer, KvPart, KvPlan, KvTensor
-from qwen_quantize.formats.kv_scheme import KvElement, KvScheme, mixed_bits, widened
+from qwen_quantize.formats.kv_scheme import GROUP_SIZES, KvElement, KvScaling, KvScheme, mixed_bits, widened
 from qwen_quantize.formats.spec import Format
 from qwen_quantize.formats.tables import FP16, INT4, INT8
 from qwen_quantize.models.config import ModelConfig
 
 WIDTHS: tuple[Format, ...] = (INT4, INT8, FP16)
-_UNIT = 8  # channels; an eighth of a head where that is more
+_UNIT, _MOST_UNIT = 8, 32  # channels
 _BISECTIONS = 80
 
 
 def mixed_elements(scheme: KvScheme, config: ModelConfig) -> tuple[list[KvElement], list[KvElement]]:
-    """The elements of all widths but the last, for keys and for values: FP16 costs nothing that counts."""
-    key, value = scheme.key_element(config.head_dim), scheme.value_element(config.value_dim)
-    return [widened(key, fmt) for fmt in WIDTHS[:-1]], [widened(value, fmt) for fmt in WIDTHS[:-1]]
+    """What is chosen among for keys and for values, by rising bits; for latents and for nothing."""
+    if config.latent is not None:
+        require_rotated(scheme)
+        return _ladder(scheme.latent_element(config.latent.key_value_rank)), []
+    return _ladder(scheme.key_element(config.head_dim)), _ladder(scheme.value_element(config.value_dim))
+
+
+def _ladder(narrow: KvElement) -> list[KvElement]:
+    """INT4 with the scheme's group and the smaller ones, then INT8 and FP16."""
+    groups = [narrow.group, *(size for size in reversed(GROUP_SIZES) if size < narrow.group)]
+    return [
+        *(KvElement(narrow.format, narrow.scaling, group) for group in groups),
+        *(widened(narrow, fmt) for fmt in WIDTHS[1:]),
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +81,8 @@ def channel_units(damage: Tensor, pairs: int | None) -> ChannelUnits:
 
 
 def unit_size(dim: int) -> int:
-    """Channels that are decided together: an eighth of a head, eight at least, a divisor of its size."""
-    size = max(_UNIT, dim // 8)
+    """Channels that are decided together: an eighth of a head, 8 at least and 32 at most, a divisor of its size."""
+    size = min(max(_UNIT, dim // 8), _MOST_UNIT)
     while dim % size or size % 2:
         size += 1
         if size > dim:
@@ -89,13 +107,17 @@ def _order(cost: Tensor, pairs: int | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MixedSide:
-    """One layer's keys or values to decide on. elements: of each width."""
+    """One layer's keys (or latents) or values to decide on. elements: of each width.
+
+    order: int64 [width], how channels follow each other wherever neighbours share a scale.
+    """
 
     layer: int
     keys: bool
     width: int
     elements: tuple[KvElement, ...]
     units: ChannelUnits
+    order: Tensor
 
     def bits(self, counts: Tensor) -> float:
         """Bits of one token with so many channels of each width."""
@@ -109,15 +131,22 @@ class MixedSide:
         """Channels of each width."""
         return torch.bincount(chosen, minlength=len(self.elements)) * self.units.channels.shape[1]
 
+    @property
+    def rates(self) -> list[float]:
+        """Bits of a value at each width, if all of them had it."""
+        return [element.bits_per_token(self.width) / self.width for element in self.elements]
+
     def tensor(self, chosen: Tensor) -> KvTensor:
-        """Up to one part for each width; channels ascend in each, so that a head's lie together."""
+        """Up to one part for each width, a head's channels together in each, in the side's order."""
         parts = []
+        widths = torch.empty(self.width, dtype=torch.int64)
+        widths[self.units.channels] = chosen.unsqueeze(1)
         for width, element in enumerate(self.elements):
-            channels = self.units.channels[chosen == width].flatten().sort().values
+            channels = self.order[widths[self.order] == width]
             if channels.numel():
                 require_even(element, channels.numel())
                 parts.append(KvPart(element, channels.numel(), channels))
-        if len(parts) == 1:
+        if len(parts) == 1 and torch.equal(self.order, torch.arange(self.width)):
             parts = [KvPart(parts[0].element, self.width)]
         return KvTensor(self.width, tuple(parts))
 
@@ -127,17 +156,23 @@ def mixed_sides(
 ) -> list[MixedSide]:
     """Keys and values of every layer with attention, with what each width costs there."""
     sides = []
-    key, value = mixed_elements(scheme, config)
-    rotated = config.rope.rotary_dim(config.rotary_head_dim)
+    elements = mixed_elements(scheme, config)
+    turned = (
+        config.latent is None and not scheme.unrotated
+    )  # as they are stored, rotation ties channels in pairs
+    rotated = config.rope.rotary_dim(config.rotary_head_dim) if turned else None
     for layer, seen in sorted(statistics.items()):
-        for keys, elements, errors, factor in (
-            (True, key, seen.key_errors, seen.key_importance),
-            (False, value, seen.value_errors, seen.value_importance),
-        ):
-            damage = torch.stack([*(error * factor for error in errors), torch.zeros_like(factor)])
+        for keys, every, found in zip((True, False), elements, (seen.keys, seen.values), strict=True):
+            if found is None:
+                continue
+            damage = torch.stack(found.damages)
             units = channel_units(damage, rotated if keys else None)
-            every = (*elements, KvElement(FP16))
-            sides.append(MixedSide(layer, keys, factor.numel(), every, units))
+            order = torch.arange(damage[0].numel())
+            if every[0].scaling is KvScaling.SLICE:
+                order = (
+                    found.order + found.order.shape[1] * torch.arange(len(found.order))[:, None]
+                ).flatten()
+            sides.append(MixedSide(layer, keys, damage[0].numel(), tuple(every), units, order))
     return sides
 
 
@@ -171,8 +206,8 @@ def allocate(sides: list[MixedSide], budget: float) -> list[Tensor]:
 def _cheapest(side: MixedSide, price: float) -> Tensor:
     """The width of each unit that is least in cost and bits times their price."""
     size = side.units.channels.shape[1]
-    bits = torch.tensor([element.bits_per_token(side.width) / side.width for element in side.elements])
-    return (side.units.costs + price * size * bits.double()).argmin(dim=1)
+    bits = torch.tensor(side.rates, dtype=torch.float64)
+    return (side.units.costs + price * size * bits).argmin(dim=1)
 
 
 def total_bits(sides: list[MixedSide], chosen: list[Tensor]) -> float:
@@ -185,9 +220,10 @@ def _spend(sides: list[MixedSide], chosen: list[Tensor], limit: float) -> list[T
     chosen = [widths.clone() for widths in chosen]
     steps = []
     for number, (side, widths) in enumerate(zip(sides, chosen, strict=True)):
+        rates = side.rates
         for unit, width in enumerate(widths.tolist()):
             for wider in range(width + 1, len(side.elements)):
-                more = side.elements[wider].format.bits - side.elements[width].format.bits
+                more = rates[wider] - rates[width]
                 gain = float(side.units.costs[unit, width] - side.units.costs[unit, wider])
                 steps.append((-gain / more, number, unit, wider))
     used = total_bits(sides, chosen)
@@ -233,17 +269,29 @@ def plan_of_choice(
     tensors: dict[tuple[int, bool], KvTensor] = {
         (side.layer, side.keys): side.tensor(widths) for side, widths in zip(sides, chosen, strict=True)
     }
+    notes = tuple(arithmetic_lines(sides, chosen))
+    positional = None
+    if config.latent is not None:
+        positional = positional_tensor(config.latent.rotary_dim)
+        notes += (
+            "key-value cache: these are the bits of latents; what carries the position stays in 16 bits",
+        )
     layers = tuple(
-        KvLayer(tensors[layer, True], tensors[layer, False]) if (layer, True) in tensors else None
+        KvLayer(tensors[layer, True], positional or tensors[layer, False])
+        if (layer, True) in tensors
+        else None
         for layer in range(config.num_layers)
     )
-    return KvPlan(scheme, layers, rule=rule, notes=tuple(arithmetic_lines(sides, chosen)))
+    return KvPlan(scheme, layers, positional is not None, rule, notes)
 
 
 def shares(sides: list[MixedSide], chosen: list[Tensor]) -> list[tuple[str, float]]:
     """(width, share of all channels), widest first."""
-    counts = sum((side.counts(widths) for side, widths in zip(sides, chosen, strict=True)), torch.zeros(3))
-    return [(fmt.name, float(counts[place] / counts.sum())) for place, fmt in reversed([*enumerate(WIDTHS)])]
+    counts = dict.fromkeys((fmt.name for fmt in reversed(WIDTHS)), 0)
+    for side, widths in zip(sides, chosen, strict=True):
+        for element, count in zip(side.elements, side.counts(widths).tolist(), strict=True):
+            counts[element.format.name] += count
+    return [(name, count / sum(counts.values())) for name, count in counts.items()]
 
 
 def arithmetic_lines(sides: list[MixedSide], chosen: list[Tensor]) -> list[str]:

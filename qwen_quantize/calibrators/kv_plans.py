@@ -11,7 +11,7 @@ from torch import Tensor
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.cast_rule import RNE_SATURATE, CastRule
 from qwen_quantize.formats.kv_plan import KvLayer, KvPart, KvPlan, KvTensor
-from qwen_quantize.formats.kv_scheme import KvElement, KvKind, KvScaling, KvScheme
+from qwen_quantize.formats.kv_scheme import KvElement, KvScaling, KvScheme
 from qwen_quantize.formats.tables import BF16, FP16
 from qwen_quantize.models.config import ModelConfig
 
@@ -127,15 +127,25 @@ def _latent_plan(scheme: KvScheme, config: ModelConfig, rule: CastRule) -> KvPla
     """Latents in tiles that share a scale; the few channels that carry the position stay bf16."""
     latent = config.latent
     assert latent is not None
-    if scheme.kind is KvKind.MIXED:
-        raise UserError(
-            "--kv-cache mixed gives heads and channels widths of their own, and this model keeps one latent for all "
-            "heads; take fp8, int8 or int4"
-        )
+    require_rotated(scheme)
     element = scheme.latent_element(latent.key_value_rank)
     require_even(element, latent.key_value_rank)
     layer = KvLayer(
         KvTensor(latent.key_value_rank, (KvPart(element, latent.key_value_rank),)),
-        KvTensor(latent.rotary_dim, (KvPart(KvElement(BF16), latent.rotary_dim),)),
+        positional_tensor(latent.rotary_dim),
     )
     return KvPlan(scheme, (layer,) * config.num_layers, latent=True, rule=rule)
+
+
+def require_rotated(scheme: KvScheme) -> None:
+    """UserError if latents were to be kept unrotated, which they are anyway."""
+    if scheme.unrotated:
+        raise UserError(
+            "--kv-cache keys=pre-rope: latent attention rotates no latent, and keeps what it rotates in 16 bits; leave "
+            "it out"
+        )
+
+
+def positional_tensor(channels: int) -> KvTensor:
+    """What carries the position beside a latent: few channels, of large and unequal numbers."""
+    return KvTensor(channels, (KvPart(KvElement(BF16), channels),))

@@ -1,11 +1,11 @@
 """What quantizing a layer's keys and values would cost, channel by channel, from text that runs through it.
 
-A query mixes values v_s with weights a_s = softmax(scale * q . k_s), and the output projection W takes the mixture o
-of each head to the stream that all layers share. To second order, and with errors of different tokens and channels
-independent, an error e of the values' channel c costs E[sum_s a_s^2] |W_c|^2 e^2 there. One of the keys' channel c
-moves the score of s by scale * q_c e, and a score moves the output by a_s W (v_s - o): it costs
-E[scale^2 q_c^2 sum_s a_s^2 |W (v_s - o)|^2] e^2. Query heads that share a key head add up. What counts for a choice
-among widths is that factor times the error that the width really makes, which is measured on the same keys and values.
+An error e of stored values moves the layer's output by J e, with J the derivative of attention. For a random
+direction z of independent elements of size one, the squares of g = J^T z are in the mean the squared norms of J's
+columns, over all heads that read the stored value and all queries that find it quantized: one pass backwards says
+what an error of each stored value costs. Errors of different values count as independent, so that sum_c g_c^2 e_c^2
+is what the output's second moment grows by; e is the error that a width really makes at that token and channel.
+Along the gradient of the model's loss in the place of z, the sum is twice what the loss itself grows by.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ from qwen_quantize.formats.kv_scheme import KvElement, KvScaling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttentionSample:
-    """Queries [B, heads, T, D], keys [B, kv_heads, T, D] and values [B, kv_heads, T, V] of whole windows.
+class Sight:
+    """What queries see. seen: bool [T, T]; quantized: those of the keys that a cache would have quantized.
 
-    seen: bool [T, T], the keys that a query sees; quantized: those of them that a cache would have quantized.
     scale: of the scores; cap: their soft bound. projection: [hidden, heads * V], the output's weight.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
     seen: Tensor
     quantized: Tensor
     scale: float
@@ -39,102 +35,159 @@ class AttentionSample:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KvStatistics:
-    """Of one layer, means over its tokens, [kv_heads, channels] each.
+class AttentionSample:
+    """Queries [B, heads, T, D], keys [B, kv_heads, T, D] and values [B, kv_heads, T, V] of whole windows.
 
-    importance: what a squared error of 1 costs in the squared output, as a part of the stream's second moment.
-    errors: mean squared error of each element that was tried, in their order. largest: magnitudes.
+    gate: [B, T, heads, V], the sigmoid of which multiplies the mixture, where a model has that.
     """
 
-    key_importance: Tensor
-    value_importance: Tensor
-    key_errors: tuple[Tensor, ...]
-    value_errors: tuple[Tensor, ...]
-    key_largest: Tensor
-    value_largest: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sight: Sight
+    gate: Tensor | None = None
 
 
-class KvObserver:
-    """Sums over the windows of a text. elements: what is tried on keys and on values."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentSample:
+    """Queries [B, heads, T, D], latents [B, T, rank] and the keys' positional part [B, T, R] of whole windows.
 
-    def __init__(self, key_elements: Sequence[KvElement], value_elements: Sequence[KvElement]) -> None:
-        self._elements = (tuple(key_elements), tuple(value_elements))
-        self._importance = [torch.zeros(()), torch.zeros(())]
-        self._errors: tuple[list[Tensor], list[Tensor]] = (
-            [torch.zeros(())] * len(key_elements),
-            [torch.zeros(())] * len(value_elements),
-        )
-        self._largest = [torch.zeros(()), torch.zeros(())]
-        self._stream = 0.0
+    expansion: [heads, D - R + V, rank], from latents to each head's keys and values.
+    """
+
+    query: Tensor
+    latent: Tensor
+    positional: Tensor
+    expansion: Tensor
+    sight: Sight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SideStatistics:
+    """Of one layer's keys, values or latents, means over tokens, [heads, channels] each.
+
+    damages: what each element that was tried costs, in their order. largest: magnitudes. order: each head's channels
+    by rising size, the order in which those of like size can share scales; int64 [heads, channels].
+    """
+
+    damages: tuple[Tensor, ...]
+    largest: Tensor
+    order: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvStatistics:
+    """Of one layer. values is None where `keys` are latents.
+
+    Damages are parts of the second moment of the stream that attention adds to, or of the loss, whichever way was
+    looked at.
+    """
+
+    keys: SideStatistics
+    values: SideStatistics | None
+
+
+class SideObserver:
+    """Sums over the windows of a text for keys, values or latents. elements: what is tried on them.
+
+    The order of channels is that of the first window, so that all damages are those of the same groups.
+    """
+
+    def __init__(self, elements: Sequence[KvElement]) -> None:
+        self._elements = tuple(elements)
+        self._damages = [torch.zeros(())] * len(self._elements)
+        self._largest = torch.zeros(())
+        self._order = torch.zeros(0, dtype=torch.int64)
         self._windows = 0
 
-    def add(self, sample: AttentionSample, stream: Tensor) -> None:
-        """stream: [B, T, hidden], what the layer's attention adds to."""
-        keys, values = importance(sample)
-        batch = sample.query.shape[0]
-        self._importance[0] = self._importance[0] + batch * keys
-        self._importance[1] = self._importance[1] + batch * values
-        for side, x in enumerate((sample.key, sample.value)):
-            self._largest[side] = torch.maximum(self._largest[side], x.abs().amax(dim=(0, 2)))
-            for number, element in enumerate(self._elements[side]):
-                found = batch * squared_error(x, element)
-                self._errors[side][number] = self._errors[side][number] + found
-        self._stream += batch * float(stream.square().sum(dim=-1).mean())
-        self._windows += batch
+    def add(self, x: Tensor, derivative: Tensor) -> None:
+        """x: stored values [B, heads, T, channels]; derivative: along a direction, by each of them."""
+        squares = derivative.square()
+        if self._windows == 0:
+            self._order = x.square().mean(dim=(0, 2)).argsort(dim=-1, stable=True)
+        self._largest = torch.maximum(self._largest, x.abs().amax(dim=(0, 2)))
+        for number, element in enumerate(self._elements):
+            found = x.shape[0] * self._damage(x, squares, element)
+            self._damages[number] = self._damages[number] + found
+        self._windows += x.shape[0]
 
-    def statistics(self) -> KvStatistics:
-        """ValueError before any window was seen."""
+    def _damage(self, x: Tensor, squares: Tensor, element: KvElement) -> Tensor:
+        if element.scaling is not KvScaling.SLICE:
+            return damage(x, squares, element)
+        order = self._order[:, None].expand_as(x)
+        found = damage(x.gather(-1, order), squares.gather(-1, order), element)
+        return torch.empty_like(found).scatter_(-1, self._order, found)
+
+    def statistics(self, unit: float) -> SideStatistics:
+        """unit: the mean of what damages are parts of. ValueError before any window was seen."""
         if self._windows == 0:
             raise ValueError("no text was seen")
-        part = max(self._stream, 1e-30)
-        return KvStatistics(
-            key_importance=self._importance[0] / part,
-            value_importance=self._importance[1] / part,
-            key_errors=tuple(error / self._windows for error in self._errors[0]),
-            value_errors=tuple(error / self._windows for error in self._errors[1]),
-            key_largest=self._largest[0],
-            value_largest=self._largest[1],
-        )
+        part = max(unit, 1e-30) * self._windows
+        return SideStatistics(tuple(found / part for found in self._damages), self._largest, self._order)
 
 
-def importance(sample: AttentionSample) -> tuple[Tensor, Tensor]:
-    """(keys [kv_heads, D], values [kv_heads, V]), means over windows and tokens; see the module."""
-    heads, kv_heads = sample.query.shape[1], sample.key.shape[1]
-    shared, value_dim = heads // kv_heads, sample.value.shape[-1]
-    keys, values = [], []
-    for head in range(kv_heads):
-        key_factor, value_factor = torch.zeros(sample.query.shape[-1]), torch.zeros(value_dim)
-        for number in range(head * shared, (head + 1) * shared):
-            scores = sample.scale * sample.query[:, number] @ sample.key[:, head].transpose(-1, -2)
-            if sample.cap is not None:
-                scores = torch.tanh(scores / sample.cap) * sample.cap
-            weights = scores.masked_fill_(~sample.seen, float("-inf")).softmax(dim=-1)
-            out = sample.projection[:, number * value_dim : (number + 1) * value_dim]
-            gram = out.T @ out
-            mixed, value = weights @ sample.value[:, head], sample.value[:, head]
-            squares = weights.square() * sample.quantized
-            turned = mixed @ gram
-            # |W (v_s - o_t)|^2 summed over s with the weights' squares, without a tensor of all differences.
-            own = (squares @ ((value @ gram) * value).sum(dim=-1, keepdim=True)).squeeze(-1)
-            cross = (squares * (turned @ value.transpose(-1, -2))).sum(dim=-1)
-            norms = (turned * mixed).sum(dim=-1) * squares.sum(dim=-1)
-            moved = (own - 2 * cross + norms).clamp(min=0)  # [B, T]
-            query = sample.query[:, number].square() * moved.unsqueeze(-1)
-            key_factor += sample.scale**2 * query.mean(dim=(0, 1))
-            value_factor += squares.sum(dim=-1).mean() * gram.diagonal()
-        keys.append(key_factor)
-        values.append(value_factor)
-    return torch.stack(keys), torch.stack(values)
+def damage(x: Tensor, squares: Tensor, element: KvElement) -> Tensor:
+    """Mean over windows and tokens of squares times the squared error of `element`, [heads, channels].
 
-
-def squared_error(x: Tensor, element: KvElement) -> Tensor:
-    """Mean over windows and tokens of what `element` changes, [heads, channels], of x [B, heads, T, channels].
-
-    Spans of tokens that do not divide the text leave its end out, and shrink to a text that is shorter.
+    x, squares: [B, heads, T, channels]. Spans of tokens that do not divide the text leave its end out, and shrink to
+    a text that is shorter.
     """
     if element.scaling is KvScaling.SPAN:
         span = min(element.group, x.shape[2])
         element = KvElement(element.format, element.scaling, span)
-        x = x[:, :, : x.shape[2] // span * span]
+        whole = x.shape[2] // span * span
+        x, squares = x[:, :, :whole], squares[:, :, :whole]
     kept = to_half(x).float()
-    return (requantized(kept, element) - kept).square().mean(dim=(0, 2))
+    return (squares * (requantized(kept, element) - kept).square()).mean(dim=(0, 2))
+
+
+def derivatives(sample: AttentionSample, direction: Tensor) -> tuple[Tensor, Tensor]:
+    """Derivatives of the output along `direction` [B, T, hidden] by (keys, values), shaped as they are.
+
+    Memory holds the scores of one head at a time.
+    """
+    shared, wide = sample.query.shape[1] // sample.key.shape[1], sample.value.shape[-1]
+    keys, values = torch.empty_like(sample.key), torch.empty_like(sample.value)
+    for head in range(sample.key.shape[1]):
+        key, value = (x[:, head].clone().requires_grad_() for x in (sample.key, sample.value))
+        for number in range(head * shared, (head + 1) * shared):
+            along = direction @ sample.sight.projection[:, number * wide : (number + 1) * wide]
+            if sample.gate is not None:
+                along *= sample.gate[:, :, number].sigmoid()
+            with torch.enable_grad():
+                _mixed(sample.query[:, number], key, value, sample.sight).backward(along)  # type: ignore[no-untyped-call]
+        assert key.grad is not None
+        assert value.grad is not None
+        keys[:, head], values[:, head] = key.grad, value.grad
+    return keys, values
+
+
+def latent_derivative(sample: LatentSample, direction: Tensor) -> Tensor:
+    """As `derivatives`, by latents: [B, T, rank], keys and values of all heads together."""
+    free = sample.query.shape[-1] - sample.positional.shape[-1]
+    wide = sample.expansion.shape[1] - free
+    latent = sample.latent.clone().requires_grad_()
+    for number in range(sample.query.shape[1]):
+        along = direction @ sample.sight.projection[:, number * wide : (number + 1) * wide]
+        with torch.enable_grad():
+            key, value = torch.split(latent @ sample.expansion[number].T, [free, wide], dim=-1)
+            key = torch.cat((key, sample.positional), dim=-1)
+            _mixed(sample.query[:, number], key, value, sample.sight).backward(along)  # type: ignore[no-untyped-call]
+    assert latent.grad is not None
+    return latent.grad
+
+
+def _mixed(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
+    """One head's attention [B, T, V], whose derivative knows only what the cache has quantized."""
+    scores = sight.scale * query @ key.transpose(-1, -2)
+    if sight.cap is not None:
+        scores = torch.tanh(scores / sight.cap) * sight.cap
+    scores = torch.where(sight.quantized, scores, scores.detach())
+    weights = scores.masked_fill(~sight.seen, float("-inf")).softmax(dim=-1)
+    fixed = value.detach()
+    return weights @ fixed + (weights.detach() * sight.quantized) @ (value - fixed)
+
+
+def random_direction(stream: Tensor, generator: torch.Generator) -> Tensor:
+    """Independent signs, shaped as `stream`."""
+    return torch.randint(0, 2, stream.shape, generator=generator).mul_(2).sub_(1).float()

@@ -27,6 +27,7 @@ KV_FILE = "kv_cache.qwen_quantize"  # an engine that loads every *.safetensors w
 _KEY = "qwen_quantize_kv_cache"
 _MOST_BYTES = 64 << 20
 _MOST_GROUP = 1 << 20
+_MOST_PARTS = 5  # INT4 in groups of three sizes, INT8, FP16
 _FORMATS = {fmt.name: fmt for fmt in (FP16, BF16, E4M3FN, INT8, INT4)}
 
 
@@ -119,7 +120,8 @@ def _tensor(entry: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) 
         if channels is None:
             taken += 1
         else:
-            if channels.dtype != torch.int64 or channels.shape != (count,) or bool((channels < 0).any()):
+            outside = (channels < 0) | (channels >= width)
+            if channels.dtype != torch.int64 or channels.shape != (count,) or bool(outside.any()):
                 raise ValueError(f"{name}: the channels of part {place}")
             taken.index_add_(0, channels, torch.ones_like(channels))
         if element.scaling.static:
@@ -127,7 +129,12 @@ def _tensor(entry: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) 
             if scale is None or not usable or not bool((scale.isfinite() & (scale > 0)).all()):
                 raise ValueError(f"{name}: the scales of part {place}")
         parts.append(KvPart(element, count, channels, scale if element.scaling.static else None))
-    if not parts or len(parts) > 3 or not bool((taken == 1).all()) or sum(p.count for p in parts) != width:
+    if (
+        not parts
+        or len(parts) > _MOST_PARTS
+        or not bool((taken == 1).all())
+        or sum(p.count for p in parts) != width
+    ):
         raise ValueError(f"{name}: the parts are no permutation of {width} channels")
     return KvTensor(width, tuple(parts))
 

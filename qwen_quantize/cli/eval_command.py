@@ -12,6 +12,7 @@ from qwen_quantize.cli.options import (
     Assume,
     Driver,
     Firmware,
+    Importance,
     Json,
     KvCache,
     Measured,
@@ -22,6 +23,7 @@ from qwen_quantize.cli.options import (
     pairs,
     refuse_given,
     version_pairs,
+    weighed,
 )
 
 _TASKS_ONLY = ("limit", "fewshot", "chat", "tasks_folder")
@@ -81,6 +83,7 @@ def eval_command(
         Path | None, typer.Option("--tasks-folder", help="Folder of your own lm-evaluation-harness tasks.")
     ] = None,
     kv_cache: KvCache = None,
+    importance: Importance = None,
     firmware: Firmware = None,
     driver: Driver = None,
     toolkit: Toolkit = None,
@@ -116,7 +119,7 @@ def eval_command(
             with_claims=with_claims,
             record=record,
             attribute=attribute,
-            kv_cache=kv_cache,
+            kv_cache=weighed(kv_cache, importance),
         )
         if tasks is None:
             run_eval(request, threads=threads, as_json=as_json, quiet=quiet, verbose=verbose)

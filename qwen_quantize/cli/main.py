@@ -41,6 +41,7 @@ from qwen_quantize.cli.options import (
     FromStatistics,
     GroupSize,
     Ignore,
+    Importance,
     Include,
     Json,
     KvCache,
@@ -71,6 +72,7 @@ from qwen_quantize.cli.options import (
     parse_size,
     refuse_given,
     version_pairs,
+    weighed,
 )
 from qwen_quantize.cli.probe_command import probe_command
 from qwen_quantize.cli.regress_command import regress_command
@@ -169,6 +171,7 @@ def main_command(
     convert_from: ConvertFrom = None,
     requantize: Requantize = False,
     kv_cache: KvCache = None,
+    importance: Importance = None,
     firmware: Firmware = None,
     driver: Driver = None,
     toolkit: Toolkit = None,
@@ -297,7 +300,7 @@ def main_command(
             group_size=group_size,
             asymmetric=asymmetric,
             layout=layout,
-            kv_cache=kv_cache,
+            kv_cache=weighed(kv_cache, importance),
             versions=version_pairs(firmware, driver, toolkit),
             assume=pairs(assume, "--assume"),
             with_claims=with_claims,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -18,12 +19,38 @@ Assume = Annotated[
     typer.Option("--assume", help="Set what the profile does not state, e.g. cast.rounding=rtz. Repeatable."),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads (default: torch's).")]
+
+
+class KvImportance(StrEnum):
+    OUTPUT = "output"
+    GRADIENT = "gradient"
+
+
+def weighed(kv_cache: str | None, importance: KvImportance | None) -> str | None:
+    """The words of a cache with those of `--importance`; UserError where there are no widths to weigh."""
+    from qwen_quantize.formats.kv_scheme import KvKind, parse_kv_scheme
+
+    if importance is None:
+        return kv_cache
+    if kv_cache is None or parse_kv_scheme(kv_cache).kind is not KvKind.MIXED:
+        raise UserError(
+            "--importance weighs the channels of --kv-cache mixed; name that too, or leave it out"
+        )
+    return f"{kv_cache},importance=gradient" if importance is KvImportance.GRADIENT else kv_cache
+
+
 KvCache = Annotated[
     str | None,
     typer.Option(
         "--kv-cache",
         help="Key-value cache: fp16, bf16, fp8[:head|:token], int8[:token], int4[:32|:64|:128], mixed[:BITS] or auto; "
-        "window=N and sinks=N may follow after commas.",
+        "window=N, sinks=N and keys=pre-rope may follow after commas.",
+    ),
+]
+Importance = Annotated[
+    KvImportance | None,
+    typer.Option(
+        "--importance", help="What --kv-cache mixed weighs errors by: the layer's output, or the gradient."
     ),
 ]
 CacheMemory = Annotated[

@@ -205,7 +205,7 @@ def folder_kv_plan(
     """
     if asked is not None:
         scheme = parse_kv_scheme(asked)
-        if scheme.kind is KvKind.MIXED and windows is None and reader.blueprint.config.latent is None:
+        if scheme.kind is KvKind.MIXED and windows is None:
             raise UserError(
                 "--kv-cache mixed weighs channels by what a text needs of them, and there is none here; quantize with "
                 "it, and the folder's own scheme is taken"

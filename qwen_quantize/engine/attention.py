@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,11 +12,14 @@ from qwen_quantize.engine.kv_cache import AttentionCache, Context
 from qwen_quantize.engine.layer import Layer, rms_norm
 from qwen_quantize.engine.rotary import LayerRotary, rotate
 from qwen_quantize.models.blueprint import Blueprint, Stream
+from qwen_quantize.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """What grouped attention mixes, rotated: query [B, heads, T, D], key and value [B, kv_heads, T, D].
+    """What grouped attention mixes: query [B, heads, T, D], key and value [B, kv_heads, T, D].
+
+    The query is rotated, the key unless it was to stay as it is.
 
     gate: [B, T, heads, D], what the mixture is gated with, where a model has that.
     """
@@ -37,14 +40,24 @@ def mix_grouped(
 ) -> Tensor:
     """normed: [B, T, hidden_size] -> what the output projection reads, [B, T, heads * head_dim]."""
     start, config = 0 if cache is None else cache.length, blueprint.config
-    own = project_grouped(normed, layer, index, blueprint, rotary, start)
+    turned = cache is None or not cache.keeps_unrotated
+    own = project_grouped(normed, layer, index, blueprint, rotary, start, rotate_keys=turned)
     context = Context.whole(own.key, own.value) if cache is None else cache.append(index, own.key, own.value)
+    if not turned:
+        context = _rotated(context, rotary.slice(index, 0, start + normed.shape[1]), config)
     mixed = attend_context(own.query, context, config.window(index), config.softmax_scale, config.score_cap)
     return mixed if own.gate is None else mixed * own.gate.flatten(2).sigmoid()
 
 
 def project_grouped(
-    normed: Tensor, layer: Layer, index: int, blueprint: Blueprint, rotary: LayerRotary, start: int = 0
+    normed: Tensor,
+    layer: Layer,
+    index: int,
+    blueprint: Blueprint,
+    rotary: LayerRotary,
+    start: int = 0,
+    *,
+    rotate_keys: bool = True,
 ) -> Projected:
     """Queries, keys and values of normed [B, T, hidden_size], whose first token is at position `start`."""
     config, family = blueprint.config, blueprint.family
@@ -66,5 +79,20 @@ def project_grouped(
         key = rms_norm(key, layer.tensors[family.key_norm], config.rms_norm_eps)
     cos, sin = rotary.slice(index, start, length)
     query = rotate(query.transpose(1, 2), cos, sin, config.rope.interleaved)
-    key = rotate(key.transpose(1, 2), cos, sin, config.rope.interleaved)
+    key = key.transpose(1, 2)
+    if rotate_keys:
+        key = rotate(key, cos, sin, config.rope.interleaved)
     return Projected(query, key, value, gate)
+
+
+def _rotated(context: Context, turns: tuple[Tensor, Tensor], config: ModelConfig) -> Context:
+    """Keys that were kept as they are before rotation, at their places. turns: cos and sin of all positions."""
+
+    def read(block: int) -> tuple[Tensor, Tensor]:
+        keys, values = context.read(block)
+        chosen = slice(*context.spans[block])
+        places = chosen if context.columns is None else context.columns.positions[chosen]
+        cos, sin = (turn[places] for turn in turns)
+        return rotate(keys, cos, sin, config.rope.interleaved), values
+
+    return replace(context, read=read)

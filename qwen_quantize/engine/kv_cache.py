@@ -87,6 +87,11 @@ class AttentionCache(Protocol):
     @property
     def keeps_latents(self) -> bool: ...
 
+    @property
+    def keeps_unrotated(self) -> bool:
+        """Whether grouped attention gives it keys that are not rotated yet, and rotates what it returns."""
+        ...
+
     def append(self, layer: int, keys: Tensor, values: Tensor) -> Context:
         """Store [B, kv_heads, T, key_dim or value_dim] behind what is there and return all of the layer's so far."""
         ...
@@ -186,6 +191,7 @@ class KVCache(TokenCache):
     """
 
     keeps_latents = False
+    keeps_unrotated = False
 
     def __init__(
         self, config: ModelConfig, batch: int, capacity: int, options: CacheOptions = IN_MEMORY

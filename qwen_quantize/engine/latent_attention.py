@@ -8,6 +8,8 @@ more per step.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,6 +24,20 @@ from qwen_quantize.models.blueprint import Blueprint, Stream
 _KEY_NORM_EPSILON = 1e-6
 
 
+@dataclass(frozen=True, slots=True)
+class ProjectedLatent:
+    """query: [B, heads, T, key_dim], rotated; latent: [B, T, rank]; positional: [B, 1, T, rotary_dim], rotated.
+
+    turn: cos and sin of the tokens. index: what the indexer's own linears gave, where there is one.
+    """
+
+    query: Tensor
+    latent: Tensor
+    positional: Tensor
+    turn: tuple[Tensor, Tensor]
+    index: tuple[Tensor, ...]
+
+
 def mix_latent(
     normed: Tensor,
     layer: Layer,
@@ -31,6 +47,20 @@ def mix_latent(
     cache: AttentionCache | None,
 ) -> Tensor:
     """normed: [B, T, hidden_size] -> what the output projection reads, [B, T, heads * value_dim]."""
+    config = blueprint.config
+    own = project_latent(normed, layer, index, blueprint, rotary, 0 if cache is None else cache.length)
+    context = _context(own.latent, own.positional, layer, index, blueprint, cache)
+    chosen = None
+    if config.indexer is not None:
+        index_query, index_key = own.index
+        chosen = _choose_tokens((normed, index_query, index_key), own.turn, layer, index, blueprint, cache)
+    return attend_context(own.query, context, None, config.softmax_scale, chosen=chosen)
+
+
+def project_latent(
+    normed: Tensor, layer: Layer, index: int, blueprint: Blueprint, rotary: LayerRotary, start: int = 0
+) -> ProjectedLatent:
+    """Queries and latents of normed [B, T, hidden_size], whose first token is at position `start`."""
     config, family, latent = blueprint.config, blueprint.family, blueprint.config.latent
     assert latent is not None
     assert family.key_value_latent_norm is not None
@@ -44,7 +74,7 @@ def mix_latent(
     query = query.view(batch, length, config.num_heads, latent.key_dim).transpose(1, 2)
     shared, positional = torch.split(compressed, [latent.key_value_rank, latent.rotary_dim], dim=-1)
     shared = rms_norm(shared, layer.tensors[family.key_value_latent_norm], latent.norm_eps)
-    cos, sin = rotary.slice(index, 0 if cache is None else cache.length, length)
+    cos, sin = rotary.slice(index, start, length)
     query = torch.cat(
         (
             query[..., : latent.position_free_dim],
@@ -53,12 +83,7 @@ def mix_latent(
         dim=-1,
     )
     positional = rotate(positional.unsqueeze(1), cos, sin, config.rope.interleaved)
-    context = _context(shared, positional, layer, index, blueprint, cache)
-    chosen = None
-    if config.indexer is not None:
-        inputs = (normed, index_query[0], index_key[0])
-        chosen = _choose_tokens(inputs, (cos, sin), layer, index, blueprint, cache)
-    return attend_context(query, context, None, config.softmax_scale, chosen=chosen)
+    return ProjectedLatent(query, shared, positional, (cos, sin), (*index_query, *index_key))
 
 
 def _context(

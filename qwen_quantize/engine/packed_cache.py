@@ -154,6 +154,10 @@ class PackedKVCache(TokenCache):
         return self._plan.latent
 
     @property
+    def keeps_unrotated(self) -> bool:
+        return self._plan.scheme.unrotated
+
+    @property
     def nbytes(self) -> int:
         """Of what it holds now, in memory and in the file."""
         return self.memory_bytes + self.file_bytes
@@ -247,6 +251,10 @@ class SimulatedCache:
     @property
     def keeps_latents(self) -> bool:
         return self._plan.latent
+
+    @property
+    def keeps_unrotated(self) -> bool:
+        return self._plan.scheme.unrotated
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> Context:
         stored = self._plan.layers[layer]

@@ -125,8 +125,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
         first, second = x[..., 0:dim:2], x[..., 1:dim:2]
     else:
         first, second = x[..., :half], x[..., half:dim]
+    if x.requires_grad and torch.is_grad_enabled():
+        parts = (first * cosine - second * sine, second * cosine + first * sine, x[..., dim:])
+        return torch.cat(parts, dim=-1)
     turned = torch.empty_like(x)
     torch.mul(first, cosine, out=turned[..., :half]).addcmul_(second, sine, value=-1)
     torch.mul(second, cosine, out=turned[..., half:dim]).addcmul_(first, sine)
     turned[..., dim:] = x[..., dim:]
     return turned
+
+
+def rotate_back(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """The transpose of `rotate`: what a derivative by rotated numbers is by those before."""
+    back = rotate(x, cos, -sin)
+    if not interleaved:
+        return back
+    half = cos.shape[-1] // 2
+    pairs = torch.stack((back[..., :half], back[..., half : 2 * half]), dim=-1).flatten(-2)
+    return torch.cat((pairs, back[..., 2 * half :]), dim=-1)

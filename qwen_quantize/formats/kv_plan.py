@@ -1,6 +1,6 @@
 """How the keys and values of each layer of one model are stored, to the channel, and what that takes.
 
-The keys (or values) of a layer are one row of channels per token, head by head. They are stored in up to three
+The keys (or values) of a layer are one row of channels per token, head by head. They are stored in up to five
 dense parts, one for each width; the parts' channel numbers, taken one after the other, are a permutation.
 """
 
@@ -18,7 +18,10 @@ from qwen_quantize.formats.kv_scheme import KEPT_BITS, KvElement, KvScheme, effe
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvPart:
-    """Channels stored alike. channels: int64, ascending; None: all. scale: float32 [channels] of a static element."""
+    """Channels stored alike.
+
+    channels: int64, in the order in which they are stored; None: all. scale: float32 [channels] of a static element.
+    """
 
     element: KvElement
     count: int

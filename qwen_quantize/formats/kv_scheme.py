@@ -15,12 +15,15 @@ from qwen_quantize.formats.spec import Format, IntFormat
 from qwen_quantize.formats.tables import BF16, E4M3FN, FP16, INT4, INT8
 
 GROUP_SIZES = (32, 64, 128)
+_GROUP = 128
 LATENT_TILE = 128  # elements of a latent that share a scale, as FlashMLA stores them
 KEPT_BITS = 16  # of a value in the window or among the sinks
 STATIC_TOP = 1 << 20  # the most tokens that `window` or `sinks` may name
 _FLOAT_SCALE_BITS = 32  # of a scale found for each token
 _PAIR_BITS = 32  # of a scale and an offset in FP16
 _WINDOW, _SINKS = 128, 4
+_UNROTATED = "keys=pre-rope"
+_GRADIENT = "importance=gradient"
 _FEWEST_MIXED_BITS, _MOST_MIXED_BITS = 4.0, 16.0
 
 
@@ -94,14 +97,22 @@ class KvKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvScheme:
-    """A parsed `--kv-cache`. scaling: of FP8 and INT8; group: of INT4 and mixed; bits: the budget of mixed."""
+    """A parsed `--kv-cache`. scaling: of FP8 and INT8; group: of INT4, and of mixed's keys, the most
+    tokens that share a scale; bits: the budget of mixed.
+
+    unrotated: keys are stored as they are before the rotary embedding, which turns them whenever they are read; their
+    channels then have the same range at all positions. gradient: mixed weighs errors by the gradient of the model's
+    predictions, and not by what they do to the layer's own output.
+    """
 
     kind: KvKind
     scaling: KvScaling = KvScaling.NONE
-    group: int = 128
+    group: int = _GROUP
     bits: float | None = None
     window: int = 0
     sinks: int = 0
+    unrotated: bool = False
+    gradient: bool = False
 
     @property
     def name(self) -> str:
@@ -115,9 +126,11 @@ class KvScheme:
             case KvKind.INT4:
                 text += f":{self.group}"
             case KvKind.MIXED:
-                text += f":{self.bits:g}"
+                text += f":{self.bits:g}" + ("" if self.group == _GROUP else f":{self.group}")
         if self.kind in (KvKind.FP16, KvKind.BF16, KvKind.AUTO):
             return text
+        text += f",{_UNROTATED}" if self.unrotated else ""
+        text += f",{_GRADIENT}" if self.gradient else ""
         return f"{text},window={self.window},sinks={self.sinks}"
 
     @property
@@ -133,12 +146,17 @@ class KvScheme:
 
     def value_element(self, head_dim: int) -> KvElement:
         """How values of one head are stored; for mixed precision, at its lowest width."""
-        if self.kind in (KvKind.INT4, KvKind.MIXED):
+        if self.kind is KvKind.MIXED:
+            return KvElement(INT4, KvScaling.SLICE, min(_GROUP, head_dim))
+        if self.kind is KvKind.INT4:
             return KvElement(INT4, KvScaling.SLICE, min(self.group, head_dim))
         return self._element(head_dim)
 
     def latent_element(self, rank: int) -> KvElement:
-        """How the latent of multi-head latent attention is stored; what carries the position stays bf16."""
+        """How the latent of multi-head latent attention is stored; what carries the position stays bf16.
+
+        For mixed precision, at its lowest width.
+        """
         tile = min(LATENT_TILE, rank)
         match self.kind:
             case KvKind.FP8:
@@ -147,6 +165,8 @@ class KvScheme:
                 return KvElement(INT8, KvScaling.TOKEN, tile)
             case KvKind.INT4:
                 return KvElement(INT4, KvScaling.SLICE, min(self.group, rank))
+            case KvKind.MIXED:
+                return KvElement(INT4, KvScaling.SLICE, min(_GROUP, rank))
         return self._element(rank)
 
     def _element(self, head_dim: int) -> KvElement:
@@ -170,7 +190,8 @@ def parse_kv_scheme(text: str) -> KvScheme:
     """`KIND[:ARGUMENT][,window=N][,sinks=N]`; UserError says what may stand there.
 
     Arguments: fp8 `tensor`, `head` or `token`; int8 `channel` or `token`; int4 the group, 32, 64 or 128; mixed
-    the bits of a value in the mean, 5.07 where none are given.
+    the bits of a value in the mean, 5.07 where none are given, and after another colon the most
+    tokens whose keys share a scale.
     """
     head, *options = (part.strip() for part in text.strip().lower().split(","))
     word, sign, argument = head.partition(":")
@@ -184,21 +205,29 @@ def parse_kv_scheme(text: str) -> KvScheme:
         case KvKind.INT8:
             scheme = replace(scheme, scaling=_scaling(text, argument, sign, ("channel", "token")))
         case KvKind.INT4:
-            group = _whole(text, "group", argument) if sign else 128
-            if group not in GROUP_SIZES:
-                raise UserError(f"--kv-cache {text!r}: groups have {_listed(GROUP_SIZES)} elements")
+            group = _group(text, argument) if sign else _GROUP
             scheme = replace(scheme, group=group, window=_WINDOW, sinks=_SINKS)
         case KvKind.MIXED:
-            bits = _bits(text, argument) if sign else 5.07
-            scheme = replace(scheme, bits=bits, window=_WINDOW, sinks=_SINKS)
+            budget, second, size = argument.partition(":")
+            scheme = replace(scheme, bits=_bits(text, budget) if sign else 5.07, window=_WINDOW, sinks=_SINKS)
+            if second:
+                scheme = replace(scheme, group=_group(text, size))
         case _:
             if sign:
                 raise UserError(f"--kv-cache {text!r}: {kind} takes no argument")
     for option in options:
+        if option == _UNROTATED and kind in (KvKind.INT4, KvKind.MIXED):
+            scheme = replace(scheme, unrotated=True)
+            continue
+        if option == _GRADIENT and kind is KvKind.MIXED:
+            scheme = replace(scheme, gradient=True)
+            continue
         key, _, value = option.partition("=")
         if key not in ("window", "sinks") or kind in (KvKind.FP16, KvKind.BF16, KvKind.AUTO):
-            raise UserError(f"--kv-cache {text!r}: {option!r} says nothing here; window=N and sinks=N may follow "
-                            "fp8, int8, int4 and mixed")  # fmt: skip
+            raise UserError(
+                f"--kv-cache {text!r}: {option!r} says nothing here; window=N and sinks=N may follow fp8, int8, int4 "
+                f"and mixed, {_UNROTATED} int4 and mixed, {_GRADIENT} mixed"
+            )
         number = _whole(text, key, value)
         scheme = replace(scheme, window=number) if key == "window" else replace(scheme, sinks=number)
     return scheme
@@ -216,6 +245,13 @@ def _whole(text: str, what: str, value: str) -> int:
     if not value.isascii() or not value.isdigit() or len(value) > 7 or int(value) > STATIC_TOP:
         raise UserError(f"--kv-cache {text!r}: {what} must be a whole number up to {STATIC_TOP}")
     return int(value)
+
+
+def _group(text: str, argument: str) -> int:
+    group = _whole(text, "group", argument)
+    if group not in GROUP_SIZES:
+        raise UserError(f"--kv-cache {text!r}: groups have {_listed(GROUP_SIZES)} elements")
+    return group
 
 
 def _bits(text: str, value: str) -> float:

@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.kv_cache import mixed_elements, mixed_plan
+from qwen_quantize.calibrators.kv_cache import mixed_plan
 from qwen_quantize.calibrators.kv_plans import KvFindings, KvRange, uniform_plan
-from qwen_quantize.calibrators.kv_statistics import AttentionSample, KvObserver, KvStatistics
+from qwen_quantize.calibrators.kv_statistics import KvStatistics
 from qwen_quantize.chip_profiles.schema import ChipProfile
-from qwen_quantize.engine.attention import project_grouped
 from qwen_quantize.engine.compute import Compute
-from qwen_quantize.engine.context_attention import visible
-from qwen_quantize.engine.layer import rms_norm
 from qwen_quantize.engine.load import ModelReader
-from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.cast_rule import RNE_SATURATE, CastRule, Rounding
 from qwen_quantize.formats.kv_plan import KvPlan
-from qwen_quantize.formats.kv_scheme import KvElement, KvKind, KvScheme, parse_kv_scheme
+from qwen_quantize.formats.kv_scheme import KvKind, KvScheme, parse_kv_scheme
 from qwen_quantize.models.blueprint import Blueprint, Half, Stream
 from qwen_quantize.models.config import ModelConfig
-from qwen_quantize.pipeline.hidden import HiddenStates, window_ranges
-
-Progress = Callable[[str, int, int], None]
+from qwen_quantize.pipeline.kv_gradient import observe_gradient
+from qwen_quantize.pipeline.kv_observe import Progress, Room, observe
 
 BIASED_KEYS = 8.0  # a key bias this many times what the projection itself gives leaves few codes for the rest
 # What serving engines call their caches in the profiles, by the kind that it is here.
 _SERVED = {"int8": KvKind.INT8, "e4m3": KvKind.FP8, "fp8": KvKind.FP8, "int4": KvKind.INT4}
-_WINDOWS_SCORED = 1
 _CONTEXT = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What text may take on its way through the model. windows: that are in memory together.
-
-    folder: where the states of all of them lie between two layers; None for the system's folder of temporary files.
-    """
-
-    windows: int = 8
-    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,99 +96,6 @@ def biased_key_layers(reader: ModelReader) -> dict[int, float]:
     return found
 
 
-@torch.inference_mode()
-def observe(
-    reader: ModelReader,
-    windows: Tensor,
-    scheme: KvScheme,
-    chip: Compute | None = None,
-    progress: Progress = lambda *_: None,
-    room: Room = Room(),
-) -> dict[int, KvStatistics]:
-    """Statistics of every layer with grouped attention, from windows [n, T] that run through the model once.
-
-    Memory holds one layer and one batch of windows; scores, one head's of one window.
-    """
-    blueprint = reader.blueprint
-    config = blueprint.config
-    if config.latent is not None:
-        return {}
-    keys: list[KvElement] = []
-    values: list[KvElement] = []
-    if scheme.kind is KvKind.MIXED:
-        keys, values = mixed_elements(scheme, config)
-    model = StreamedModel(reader, chip)
-    batches = window_ranges(windows.shape[0], room.windows)
-    found: dict[int, KvStatistics] = {}
-    with _states(windows, config, room.folder) as states:
-        with states.writing(0) as writer:
-            for begin, end in batches:
-                writer.append(model.embed(windows[begin:end]))
-        for index in range(model.num_layers):
-            if not config.is_delta(index):
-                observer = KvObserver(keys, values)
-                _observe_layer(reader, index, states, scheme, chip, observer)
-                found[index] = observer.statistics()
-            progress("key-value cache", index + 1, model.num_layers)
-            if index + 1 == model.num_layers:
-                break
-            model.open_layer(index)  # not before: attention was read to look at it, and is free again
-            with states.writing(index + 1) as writer:
-                for begin, end in batches:
-                    writer.append(model.run_layer(states.read(index, begin, end)))
-            model.close_layer()
-            states.remove(index)
-    return found
-
-
-@contextmanager
-def _states(windows: Tensor, config: ModelConfig, folder: Path | None) -> Iterator[HiddenStates]:
-    """States of all windows, numbered by the layer that reads them; nothing of them is left afterwards."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="qwen_quantize-", dir=folder) as name:
-        yield HiddenStates(Path(name), windows.shape[0], windows.shape[1], config.hidden_size)
-
-
-def _observe_layer(
-    reader: ModelReader,
-    index: int,
-    states: HiddenStates,
-    scheme: KvScheme,
-    chip: Compute | None,
-    observer: KvObserver,
-) -> None:
-    """Show the observer the queries, keys and values of one layer."""
-    blueprint = reader.blueprint
-    config, (count, length, _) = blueprint.config, states.shape
-    layer = reader.read_half(index, Half.ATTENTION, chip)
-    (site,) = blueprint.streams(index, Half.ATTENTION)[Stream.ATTENTION_OUTPUT]
-    projection = reader.read_linear(blueprint.module_name(index, site))
-    seen = visible(length, length, config.window(index))
-    quantized = _quantized(scheme, length) & seen
-    for begin, end in window_ranges(count, _WINDOWS_SCORED):
-        part = states.read(index, begin, end)
-        normed = rms_norm(part, layer.tensors[blueprint.family.input_norm], config.rms_norm_eps)
-        own = project_grouped(normed, layer, index, blueprint, reader.rotary)
-        scale = config.head_dim**-0.5 if config.softmax_scale is None else config.softmax_scale
-        observer.add(
-            AttentionSample(
-                own.query, own.key, own.value, seen, quantized, scale, config.score_cap, projection
-            ),
-            part,
-        )
-
-
-def _quantized(scheme: KvScheme, length: int) -> Tensor:
-    """[T, T] bool: keys that a decoder with this cache has quantized when it comes to each query.
-
-    All but the sinks where the windows are too short for any to be.
-    """
-    rows, columns = torch.arange(length).unsqueeze(1), torch.arange(length)
-    mask = (columns >= scheme.sinks) & (columns <= rows - scheme.window)
-    return mask if bool(mask.any()) else columns.expand(length, length) >= scheme.sinks
-
-
 def cast_rule(profile: ChipProfile, scheme: KvScheme) -> CastRule:
     """The chip's cast to what the cache holds, where its profile states one; else to nearest, saturating."""
     target = {KvKind.FP8: "e4m3fn", KvKind.INT8: "int8"}.get(scheme.kind, "int4")
@@ -230,7 +116,7 @@ def plan_kv_cache(
     chip: Compute | None = None,
     progress: Progress = lambda *_: None,
     spare_biased: bool = False,
-    room: Room = Room(),
+    room: Room | None = None,
 ) -> KvPlan:
     """What `scheme` becomes for a model. windows: text [n, T] to calibrate on; None leaves fixed scales at 1.
 
@@ -242,7 +128,7 @@ def plan_kv_cache(
     config = reader.blueprint.config
     choice = choose_scheme(scheme, profile, config.dtype, windows is not None)
     scheme, rule = choice.scheme, cast_rule(profile, choice.scheme)
-    if config.latent is not None:
+    if config.latent is not None and scheme.kind is not KvKind.MIXED:
         return _noted(uniform_plan(scheme, config, rule=rule), choice.notes)
     if scheme.kind is KvKind.MIXED and windows is None:
         raise UserError(
@@ -253,11 +139,17 @@ def plan_kv_cache(
     notes = (*choice.notes, *_bias_notes(biased, wide))
     statistics: Mapping[int, KvStatistics] = {}
     if windows is not None and looks_at_text(scheme):
-        statistics = observe(reader, windows, scheme, chip, progress, room)
+        look = observe_gradient if scheme.gradient else observe
+        statistics = look(reader, windows, scheme, chip, progress, room or Room())
     if scheme.kind is KvKind.MIXED:
         return _noted(mixed_plan(scheme, config, statistics, rule), notes)
-    ranges = {layer: KvRange(seen.key_largest, seen.value_largest) for layer, seen in statistics.items()}
+    ranges = {layer: _range(seen) for layer, seen in statistics.items()}
     return _noted(uniform_plan(scheme, config, KvFindings(ranges, wide), rule), notes)
+
+
+def _range(seen: KvStatistics) -> KvRange:
+    assert seen.values is not None
+    return KvRange(seen.keys.largest, seen.values.largest)
 
 
 def looks_at_text(scheme: KvScheme) -> bool:

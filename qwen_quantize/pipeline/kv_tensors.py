@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qwen_quantize.calibrators.kv_cache import budget_line
+from qwen_quantize.calibrators.kv_cache import budget_line, mixed_elements
 from qwen_quantize.calibrators.kv_plans import uniform_plan
 from qwen_quantize.checkpoint.ascend_layout import AscendLayout
 from qwen_quantize.checkpoint.compressed_tensors import CompressedTensorsLayout
@@ -17,6 +17,7 @@ from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kv_scheme import KvKind, KvScheme, parse_kv_scheme
 from qwen_quantize.models.blueprint import Blueprint, Half, Stream
 from qwen_quantize.pipeline.kv_cache import choose_scheme, kv_context, kv_lines, looks_at_text
+from qwen_quantize.pipeline.kv_gradient import require_way_back
 from qwen_quantize.pipeline.memory import observed_windows, observing_memory
 from qwen_quantize.pipeline.recipe import Recipe
 
@@ -53,9 +54,11 @@ def plan_kv_tensors(
     choice = choose_scheme(scheme, profile, blueprint.config.dtype, recipe.dataset is not None)
     notes = (*choice.notes, *_expected(choice.scheme, blueprint))
     peak = 0
-    if recipe.dataset is not None and blueprint.config.latent is None and looks_at_text(choice.scheme):
-        windows = min(recipe.samples, observed_windows(recipe.max_memory, blueprint, recipe.length))
-        peak = observing_memory(blueprint, recipe.length, windows)
+    fixed = choice.scheme.needs_scales and blueprint.config.latent is not None  # latents have none of those
+    if recipe.dataset is not None and looks_at_text(choice.scheme) and not fixed:
+        gradient = choice.scheme.gradient
+        windows = min(recipe.samples, observed_windows(recipe.max_memory, blueprint, recipe.length, gradient))
+        peak = observing_memory(blueprint, recipe.length, windows, gradient)
     if reads_channel_scales(layout):
         outputs, said = _channel_outputs(choice.scheme, blueprint, recipe, auto=scheme.kind is KvKind.AUTO)
         return KvTensors(choice.scheme, outputs, (*notes, *said), peak)
@@ -65,9 +68,12 @@ def plan_kv_tensors(
 def _expected(scheme: KvScheme, blueprint: Blueprint) -> tuple[str, ...]:
     """What the cache will take; UserError where the model's attention cannot have it."""
     context = kv_context(blueprint)
-    if scheme.kind is not KvKind.MIXED or blueprint.config.latent is not None:
+    if scheme.kind is not KvKind.MIXED:
         return (kv_lines(uniform_plan(scheme, blueprint.config), context)[0],)
     assert scheme.bits is not None
+    mixed_elements(scheme, blueprint.config)
+    if scheme.gradient:
+        require_way_back(blueprint.config)
     return (budget_line(scheme.bits),)
 
 

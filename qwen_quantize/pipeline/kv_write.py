@@ -12,7 +12,8 @@ from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.formats.kv_scheme import KvKind, parse_kv_scheme
-from qwen_quantize.pipeline.kv_cache import Room, plan_kv_cache
+from qwen_quantize.pipeline.kv_cache import plan_kv_cache
+from qwen_quantize.pipeline.kv_observe import Room
 from qwen_quantize.pipeline.kv_tensors import reads_channel_scales, scale_names
 from qwen_quantize.pipeline.memory import observed_windows
 from qwen_quantize.pipeline.run import StagedRun, read_calibration
@@ -32,7 +33,7 @@ def write_kv_cache(staged: StagedRun, progress: Progress) -> KvPlan:
     reader = ModelReader(open_source(folder.staging))
     recipe = plan.recipe
     auto = recipe.kv_cache is not None and parse_kv_scheme(recipe.kv_cache).kind is KvKind.AUTO
-    at_once = observed_windows(recipe.max_memory, reader.blueprint, recipe.length)
+    at_once = observed_windows(recipe.max_memory, reader.blueprint, recipe.length, plan.kv_scheme.gradient)
     kv = plan_kv_cache(
         plan.kv_scheme,
         reader,

@@ -13,6 +13,7 @@ from qwen_quantize.pipeline.recipe import Recipe
 BASE = 350_000_000  # the interpreter with torch and this package, measured and rounded up
 _PIECES = 400_000_000  # what conversion without data holds at most: a few pieces of tensors in each thread
 _BATCH_TOKENS = 4096
+HEAD_ROWS = 256  # predictions whose gradient is taken together
 _RANGE_STEP = 128
 _SOLVED = 40  # bytes for each value of a linear that is solved whole, measured and rounded up
 _GAINED = 18  # bytes for each weight of the linear whose output gain is fitted: three copies, one prepared
@@ -116,28 +117,36 @@ def _cache_width(blueprint: Blueprint) -> int:
     return config.num_kv_heads * (config.head_dim + config.value_dim)
 
 
-def observing_memory(blueprint: Blueprint, length: int, windows: int) -> int:
+def observing_memory(blueprint: Blueprint, length: int, windows: int, gradient: bool = False) -> int:
     """Expected peak of looking at keys and values, `windows` windows of `length` tokens at a time.
 
     Beside the layer these are the states of the batch, and for one head at a time the scores of one window, with what
-    is computed from them: seven float32 matrices and two masks of length x length.
+    is computed from them and kept for the derivative: nine float32 matrices and three masks of length x length.
+    gradient: on the way back there are as many states again, what a layer keeps of one window, and the head.
     """
-    scores = (7 * 4 + 2) * length**2
-    return BASE + _layer_bytes(blueprint) + scores + windows * _window_memory(length, blueprint)
+    scores = (9 * 4 + 3) * length**2
+    window = _window_memory(length, blueprint)
+    layer = BASE + _layer_bytes(blueprint) + scores + windows * window
+    if not gradient:
+        return layer
+    config = blueprint.config
+    head = BASE + 6 * config.vocab_size * config.hidden_size + 6 * 4 * HEAD_ROWS * config.vocab_size
+    return max(layer + (windows + 2) * window, head)
 
 
-def observed_windows(ceiling: int | None, blueprint: Blueprint, length: int) -> int:
+def observed_windows(ceiling: int | None, blueprint: Blueprint, length: int, gradient: bool = False) -> int:
     """Windows whose keys are looked at together; UserError for a ceiling that one does not fit under."""
     batch = max(1, _BATCH_TOKENS // length)
     if ceiling is None:
         return batch
-    least = observing_memory(blueprint, length, 1)
+    least = observing_memory(blueprint, length, 1, gradient)
     if least > ceiling:
         raise UserError(
             f"--max-memory {ceiling} bytes is too little for --kv-cache: keys and values of a window of {length} "
             f"tokens need about {least} bytes; give a shorter --calibration-length, or a scheme by token"
         )
-    return min(batch, 1 + (ceiling - least) // _window_memory(length, blueprint))
+    each = _window_memory(length, blueprint) * (2 if gradient else 1)
+    return min(batch, 1 + (ceiling - least) // each)
 
 
 def divergence_memory(blueprint: Blueprint, solving: int, tokens: int, rows: int, variants: int) -> int:

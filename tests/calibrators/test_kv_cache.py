@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor
 
 from qwen_quantize.calibrators.kv_cache import (
-    WIDTHS,
     MixedSide,
     allocate,
     channel_units,
+    mixed_elements,
+    mixed_plan,
     mixed_sides,
     plan_of_choice,
     shares,
@@ -23,16 +26,21 @@ from qwen_quantize.calibrators.kv_cache import (
 from qwen_quantize.calibrators.kv_plans import KvFindings, KvRange, uniform_plan
 from qwen_quantize.calibrators.kv_statistics import (
     AttentionSample,
-    KvObserver,
     KvStatistics,
-    importance,
-    squared_error,
+    LatentSample,
+    SideObserver,
+    Sight,
+    damage,
+    derivatives,
+    latent_derivative,
+    random_direction,
 )
 from qwen_quantize.checkpoint.kv_side import KV_FILE, kv_file_bytes, read_kv_plan
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kv_scheme import KvElement, KvScaling, parse_kv_scheme
 from qwen_quantize.formats.tables import FP16, INT4, INT8
-from qwen_quantize.models.config import ModelConfig, parse_model_config
+from qwen_quantize.models.config import ConfigRules, ModelConfig, parse_model_config
+from qwen_quantize.models.latent import parse_latent
 
 CONFIG = {
     "vocab_size": 64,
@@ -50,6 +58,16 @@ def config() -> ModelConfig:
     return parse_model_config(CONFIG, "LlamaForCausalLM")
 
 
+def sight(length: int, generator: torch.Generator, heads: int = 4) -> Sight:
+    return Sight(
+        seen=torch.ones(length, length, dtype=torch.bool).tril(),
+        quantized=torch.ones(length, length, dtype=torch.bool).tril(),
+        scale=32**-0.5,
+        cap=None,
+        projection=torch.randn(64, 32 * heads, generator=generator) / 8,
+    )
+
+
 def sample(seed: int, length: int = 24, loud: int | None = None) -> AttentionSample:
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(1, 4, length, 32, generator=generator)
@@ -59,42 +77,93 @@ def sample(seed: int, length: int = 24, loud: int | None = None) -> AttentionSam
         query=query,
         key=torch.randn(1, 2, length, 32, generator=generator),
         value=torch.randn(1, 2, length, 32, generator=generator),
-        seen=torch.ones(length, length, dtype=torch.bool).tril(),
-        quantized=torch.ones(length, length, dtype=torch.bool).tril(),
-        scale=32**-0.5,
-        cap=None,
-        projection=torch.randn(64, 128, generator=generator) / 8,
+        sight=sight(length, generator),
     )
+
+
+def mixture(query: Tensor, key: Tensor, value: Tensor, own: Sight) -> Tensor:
+    scores = own.scale * query @ key.transpose(-1, -2)
+    weights = scores.masked_fill(~own.seen, float("-inf")).softmax(-1)
+    return (weights @ value).transpose(1, 2).flatten(2) @ own.projection.T
 
 
 def outputs(own: AttentionSample, key: Tensor, value: Tensor) -> Tensor:
     wide = [x.repeat_interleave(2, dim=1) for x in (key, value)]
-    scores = own.scale * own.query @ wide[0].transpose(-1, -2)
-    weights = scores.masked_fill(~own.seen, float("-inf")).softmax(-1)
-    return (weights @ wide[1]).transpose(1, 2).flatten(2) @ own.projection.T
+    return mixture(own.query, *wide, own.sight)
+
+
+def many(x: Tensor, count: int) -> Tensor:
+    return x.expand(count, *x.shape[1:])
 
 
 @pytest.mark.parametrize("keys", [True, False])
-def test_importance_foretells_what_small_errors_do(keys: bool) -> None:
+def test_derivatives_foretell_what_small_errors_do(keys: bool) -> None:
     """Random errors of one channel, against the squared change of the output that they really make."""
-    own = sample(3)
-    factor = importance(own)[0 if keys else 1]
+    own, generator = sample(3), torch.Generator().manual_seed(8)
+    probes = 400
+    wide = replace(
+        own, query=many(own.query, probes), key=many(own.key, probes), value=many(own.value, probes)
+    )
+    found = derivatives(wide, random_direction(torch.empty(probes, 24, 64), generator))[0 if keys else 1]
+    factor = found.square().mean(dim=(0, 2))
     exact = outputs(own, own.key, own.value)
-    generator = torch.Generator().manual_seed(8)
     for head, channel in ((0, 3), (1, 20)):
-        noise = torch.zeros(4000, *own.key.shape[1:])
-        noise[:, head, :, channel] = 1e-2 * torch.randn(4000, own.key.shape[2], generator=generator)
+        noise = torch.zeros(600, *own.key.shape[1:])
+        noise[:, head, :, channel] = 1e-2 * torch.randn(600, own.key.shape[2], generator=generator)
         moved = outputs(own, own.key + noise, own.value) if keys else outputs(own, own.key, own.value + noise)
-        found = float((moved - exact).square().sum(-1).mean()) / 1e-4
-        assert found == pytest.approx(float(factor[head, channel]), rel=0.15)
+        truth = float((moved - exact).square().sum(-1).mean()) / 1e-4
+        assert truth == pytest.approx(float(factor[head, channel]), rel=0.25)
+
+
+def test_latents_are_weighed_by_all_that_is_expanded_from_them() -> None:
+    generator = torch.Generator().manual_seed(5)
+    query, latent = (torch.randn(1, *shape, generator=generator) for shape in ((4, 24, 40), (24, 16)))
+    positional, expansion = (torch.randn(*shape, generator=generator) for shape in ((1, 24, 8), (4, 64, 16)))
+    own = LatentSample(query, latent, positional, expansion, sight(24, generator))
+
+    def output(latent: Tensor) -> Tensor:
+        key, value = torch.einsum("btr,hcr->bhtc", latent, expansion).split(32, dim=-1)
+        wide = positional.unsqueeze(1).expand(latent.shape[0], 4, -1, -1)
+        return mixture(query, torch.cat((key, wide), dim=-1), value, own.sight)
+
+    probes = 400
+    wide = replace(
+        own, query=many(query, probes), latent=many(latent, probes), positional=many(positional, probes)
+    )
+    factor = (
+        latent_derivative(wide, random_direction(torch.empty(probes, 24, 64), generator))
+        .square()
+        .mean((0, 1))
+    )
+    noise = torch.zeros(600, 24, 16)
+    noise[..., 7] = 1e-3 * torch.randn(600, 24, generator=generator)
+    truth = float((output(latent + noise) - output(latent)).square().sum(-1).mean()) / 1e-6
+    assert truth == pytest.approx(float(factor[7]), rel=0.25)
+
+
+def test_only_what_is_quantized_counts() -> None:
+    own = sample(3)
+    some = torch.zeros(24, 24, dtype=torch.bool)
+    some[20:, 2:5] = True
+    own = replace(own, sight=replace(own.sight, quantized=some))
+    for found in derivatives(own, torch.ones(1, 24, 64)):
+        assert found[:, :, 2:5].abs().min() > 0
+        assert found[:, :, :2].abs().max() == found[:, :, 5:].abs().max() == 0
 
 
 def statistics(seed: int, loud: int | None = None) -> KvStatistics:
-    key, value = KvElement(INT4, KvScaling.SPAN, 8), KvElement(INT4, KvScaling.SLICE, 32)
-    wider = (KvElement(INT8, KvScaling.SPAN, 8), KvElement(INT8, KvScaling.SLICE, 32))
-    observer = KvObserver((key, wider[0]), (value, wider[1]))
-    observer.add(sample(seed, loud=loud), torch.ones(1, 24, 64))
-    return observer.statistics()
+    own, generator = sample(seed, loud=loud), torch.Generator().manual_seed(seed)
+    found = []
+    for elements, x, along in zip(
+        mixed_elements(parse_kv_scheme("mixed"), config()),
+        (own.key, own.value),
+        derivatives(own, random_direction(torch.empty(1, 24, 64), generator)),
+        strict=True,
+    ):
+        observer = SideObserver(elements)
+        observer.add(x, along)
+        found.append(observer.statistics(1.0))
+    return KvStatistics(*found)
 
 
 def test_loud_queries_make_their_channel_and_its_pair_wide() -> None:
@@ -122,7 +191,7 @@ def test_budgets_are_kept_to_the_bit_and_nearly_used(bits: float) -> None:
     assert plan.bits > min(bits, 16.0) - step - 0.5, "bits were left over"
     for layer in plan.attention_layers:
         for tensor in (layer.keys, layer.values):
-            assert len(tensor.parts) <= 3
+            assert len(tensor.parts) <= 5
             x = torch.randn(1, 128, tensor.width)
             assert (tensor.unpack(tensor.pack(x)) - x).abs().max() < 0.5
 
@@ -131,14 +200,17 @@ def test_too_small_a_budget_names_the_least_there_is() -> None:
     sides = mixed_sides(parse_kv_scheme("mixed"), config(), {0: statistics(1)})
     with pytest.raises(UserError, match=r"4\.625 bits of a value"):
         allocate(sides, 4.3)
+    (latent,) = mixed_sides(parse_kv_scheme("mixed"), latent_config(), {0: latent_statistics()})
+    with pytest.raises(UserError, match=r"4\.500 bits of a value"):
+        allocate([latent], 4.4)
 
 
 def test_the_price_finds_what_trying_everything_finds() -> None:
     """On a side of four units whose scales cost nothing, all 81 choices under each budget."""
-    elements = tuple(KvElement(fmt) for fmt in WIDTHS)
+    elements = tuple(KvElement(fmt) for fmt in (INT4, INT8, FP16))
     generator = torch.Generator().manual_seed(4)
     units = channel_units(torch.rand(3, 1, 32, generator=generator).sort(dim=0, descending=True).values, None)
-    side = MixedSide(0, False, 32, elements, units)
+    side = MixedSide(0, False, 32, elements, units, torch.arange(32))
     for budget in (5.0, 8.0, 10.0, 13.0):
         (found,) = allocate([side], budget)
         best = min(
@@ -170,21 +242,94 @@ def test_chosen_channels_beat_the_same_number_chosen_blindly() -> None:
 
 def test_errors_are_measured_on_whole_spans() -> None:
     x = torch.randn(1, 2, 20, 8, generator=torch.Generator().manual_seed(1))
-    narrow = squared_error(x, KvElement(INT4, KvScaling.SPAN, 8))
+    narrow = damage(x, torch.ones_like(x), KvElement(INT4, KvScaling.SPAN, 8))
     assert narrow.shape == (2, 8)
-    assert (squared_error(x, KvElement(INT8, KvScaling.SPAN, 128)) < narrow / 50).all()
-    assert squared_error(x, KvElement(FP16)).max() == 0
+    assert (damage(x, torch.ones_like(x), KvElement(INT8, KvScaling.SPAN, 128)) < narrow / 50).all()
+    assert damage(x, torch.ones_like(x), KvElement(FP16)).max() == 0
+    late = torch.zeros_like(x)
+    late[:, :, 16:] = 1  # tokens behind the last whole span
+    assert damage(x, late, KvElement(INT4, KvScaling.SPAN, 8)).max() == 0
+
+
+LATENT = CONFIG | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 32,
+}
+
+
+def latent_config() -> ModelConfig:
+    return parse_model_config(LATENT, "DeepseekV3ForCausalLM", ConfigRules(latent=parse_latent))
+
+
+def latent_statistics(loud: tuple[int, ...] = ()) -> KvStatistics:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(1, 1, 64, 64, generator=generator)
+    along = torch.randn(1, 1, 64, 64, generator=generator)
+    along[..., loud] *= 20
+    observer = SideObserver(mixed_elements(parse_kv_scheme("mixed"), latent_config())[0])
+    observer.add(x, along)
+    return KvStatistics(observer.statistics(1.0), None)
+
+
+def test_channels_of_a_latent_have_widths_of_their_own() -> None:
+    loud = (3, 17, 20, 40, 41, 50, 60, 63)
+    plan = mixed_plan(
+        parse_kv_scheme("mixed:5.6"), latent_config(), {layer: latent_statistics(loud) for layer in range(2)}
+    )
+    assert plan.latent
+    for layer in plan.attention_layers:
+        assert (layer.keys.width, layer.values.width) == (64, 8)
+        assert (
+            layer.keys.bits_per_token == 5.5 * 64
+        )  # one group of eight channels in INT8, with scales of its own
+        assert layer.values.bits_per_token == 16 * 8
+        wide = [part.channels for part in layer.keys.parts if part.element.format != INT4]
+        assert set(loud) == {channel for part in wide if part is not None for channel in part.tolist()}
+
+
+def test_channels_of_like_size_share_scales() -> None:
+    """Sizes that alternate from channel to channel: sorted, half of the groups have small scales."""
+    generator = torch.Generator().manual_seed(2)
+    x, along = (torch.randn(1, 1, 64, 64, generator=generator) for _ in range(2))
+    x[..., ::2] *= 30
+    elements = mixed_elements(parse_kv_scheme("mixed"), latent_config())[0]
+    observer = SideObserver(elements)
+    observer.add(x, along)
+    seen = KvStatistics(observer.statistics(1.0), None)
+    small = seen.keys.damages[1][0, 1::2]  # in groups of 32
+    assert small.max() < damage(x, along.square(), elements[1])[0, 1::2].min() / 50
+    (side,) = mixed_sides(parse_kv_scheme("mixed"), latent_config(), {0: seen})
+    keys = side.tensor(torch.ones(len(side.units.channels), dtype=torch.int64))
+    found = (keys.unpack(keys.pack(x[:, 0])) - x[:, 0]).square() * along[:, 0].square()
+    torch.testing.assert_close(found.mean(dim=(0, 1)), seen.keys.damages[1][0], rtol=3e-2, atol=0)
+
+
+def test_latents_have_no_rotation_to_leave_out() -> None:
+    for text in ("mixed:6,keys=pre-rope", "int4,keys=pre-rope"):
+        seen = {layer: latent_statistics() for layer in range(2)}
+        make = partial(mixed_plan, statistics=seen) if text.startswith("mixed") else uniform_plan
+        with pytest.raises(UserError, match="keys=pre-rope"):
+            make(parse_kv_scheme(text), latent_config())
 
 
 def test_plans_come_back_from_their_file(tmp_path: Path) -> None:
     sides = mixed_sides(parse_kv_scheme("mixed"), config(), {0: statistics(1), 1: statistics(2)})
     mixed = plan_of_choice(parse_kv_scheme("mixed:6"), config(), sides, allocate(sides, 6))
     ranges = KvFindings({layer: KvRange(torch.rand(2, 32) + 1, torch.rand(2, 32) + 1) for layer in range(2)})
-    for plan in (mixed, uniform_plan(parse_kv_scheme("fp8:head"), config(), ranges)):
+    unrotated = uniform_plan(parse_kv_scheme("int4:32,keys=pre-rope"), config())
+    latents = mixed_plan(
+        parse_kv_scheme("mixed:6"), latent_config(), {n: latent_statistics() for n in range(2)}
+    )
+    for plan in (mixed, unrotated, latents, uniform_plan(parse_kv_scheme("fp8:head"), config(), ranges)):
         (tmp_path / KV_FILE).write_bytes(kv_file_bytes(plan))
         found = read_kv_plan(tmp_path)
         assert found is not None
         assert kv_file_bytes(found) == kv_file_bytes(plan)
+        assert found.scheme == plan.scheme
         x = torch.randn(1, 128, 64, generator=torch.Generator().manual_seed(1))
         for ours, theirs in zip(found.attention_layers, plan.attention_layers, strict=True):
             assert torch.equal(ours.keys.unpack(ours.keys.pack(x)), theirs.keys.unpack(theirs.keys.pack(x)))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
-from qwen_quantize.checkpoint.kv_side import KV_FILE
+from qwen_quantize.checkpoint.kv_side import KV_FILE, read_kv_plan
 from tests.tiny_models import make_tiny, make_tokenizer, words
 
 Run = Callable[..., Result]
@@ -80,6 +80,25 @@ def test_mixed_is_stored_and_generates(
     )
     assert speed.exit_code == 0, speed.stderr
     assert json.loads(speed.stdout)["kv_cache"]["scheme"] == "int4:32,window=128,sinks=4"
+
+
+def test_importance_travels_with_the_scheme(model: Path, dataset: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    asked = ["--model-path", model, "--output-path", out, "--device", "example@1.2", "--calibration-dataset", dataset,
+             "--calibration-length", 64, "--calibration-samples", 2, "--no-validate", "--quant-method", "rtn",
+             "--importance", "gradient", "--json", "-q"]  # fmt: skip
+    done = run(*asked, "--kv-cache", "int4")
+    assert done.exit_code == 2
+    assert "--importance" in done.stderr
+    assert not out.exists()
+    done = run(*asked, "--kv-cache", "mixed:6,window=8")
+    assert done.exit_code == 0, done.stderr
+    words_ = "mixed:6,importance=gradient,window=8,sinks=4"
+    assert json.loads(done.stdout)["kv_cache"]["scheme"] == words_
+    kept = read_kv_plan(out)
+    assert kept is not None
+    assert kept.scheme.gradient
+    assert kept.scheme.name == words_
 
 
 def test_the_plan_prints_the_arithmetic(model: Path, dataset: Path, tmp_path: Path, run: Run) -> None:

@@ -6,19 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qwen_quantize.calibrators.kv_plans import KvFindings, KvRange, uniform_plan
 from qwen_quantize.checkpoint.source import open_source
+from qwen_quantize.chip_profiles.loader import load_profile
 from qwen_quantize.engine.kv_cache import Context
 from qwen_quantize.engine.load import ModelReader, load_model
 from qwen_quantize.engine.model import Model
 from qwen_quantize.engine.packed_cache import PackedKVCache, SimulatedCache
 from qwen_quantize.engine.streamed import StreamedModel
-from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.formats.kv_scheme import parse_kv_scheme
 from qwen_quantize.models.config import ModelConfig
+from qwen_quantize.pipeline.kv_cache import plan_kv_cache
 from tests.tiny_models import make_tiny
 
 SCHEMES = (
@@ -192,7 +194,59 @@ def test_a_full_cache_refuses_more(tmp_path: Path) -> None:
             model.forward(tokens_of(1), cache)
 
 
-def test_mixed_widths_have_no_meaning_for_one_latent(tmp_path: Path) -> None:
-    config = reader_of(tmp_path, "deepseek-v3").blueprint.config
-    with pytest.raises(UserError, match="one latent for all heads"):
-        uniform_plan(parse_kv_scheme("mixed:6"), config)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "glm4", "phi3"])
+def test_unrotated_keys_are_turned_where_they_stood(family: str, tmp_path: Path) -> None:
+    """With everything in the window the cache is FP16; with nothing in it, however a text is cut."""
+    reader = reader_of(tmp_path, family)
+    model = load_model(reader)
+    tokens = tokens_of(84, batch=2)
+    exact = model.forward(tokens).log_softmax(-1)
+    kept = plan_of("int4:32,keys=pre-rope,window=84", reader.blueprint.config)
+    torch.testing.assert_close(streamed(reader, kept, tokens), exact, rtol=2e-2, atol=2e-2)
+    plan = plan_of("int4:32,keys=pre-rope,window=7,sinks=2", reader.blueprint.config)
+    expected = streamed(reader, plan, tokens)
+    error = (expected - exact).abs().mean()
+    turned = plan_of("int4:32,window=7,sinks=2", reader.blueprint.config)
+    assert 0 < error < 4 * (streamed(reader, turned, tokens) - exact).abs().mean()
+    for sizes in ([1] * 84, [50, 1, 1, 1, 1, 30], [84]):
+        found, _ = in_pieces(model, plan, tokens, sizes)
+        assert (found.log_softmax(-1) - expected).abs().mean() < 0.02 * error
+
+
+def test_key_channels_of_fixed_size_lose_less_before_rotation(tmp_path: Path) -> None:
+    """A large offset in a channel is the same for all tokens before rotation, and turns with the place after it."""
+    make_tiny(tmp_path, "qwen2", head_dim=16, seed=9)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith("k_proj.bias"):
+            tensor[::5] = 20.0
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    reader = ModelReader(open_source(tmp_path))
+    tokens = tokens_of(96, batch=4)
+    exact = streamed(reader, None, tokens)
+    errors = [
+        float((streamed(reader, plan_of(text, reader.blueprint.config), tokens) - exact).abs().mean())
+        for text in ("int4:32,keys=pre-rope,window=0,sinks=0", "int4:32,window=0,sinks=0")
+    ]
+    assert errors[0] < 0.7 * errors[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [("deepseek-v3", "mixed:6"), ("qwen3", "mixed:6,keys=pre-rope"), ("qwen3-next", "mixed:6:32")],
+)
+def test_mixed_plans_run_packed_and_simulated(family: str, text: str, tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, family)
+    tokens = tokens_of(90, batch=2)
+    plan = plan_kv_cache(parse_kv_scheme(f"{text},window=6,sinks=2"), reader, load_profile("cpu"), tokens)
+    latent = reader.blueprint.config.latent
+    assert plan.latent == (latent is not None)
+    if latent is None:
+        assert 5 < plan.bits <= 6
+    exact, expected = streamed(reader, None, tokens), streamed(reader, plan, tokens)
+    found, _ = in_pieces(load_model(reader), plan, tokens, [60, *([1] * 30)])
+    error = (expected - exact).abs().mean()
+    assert 0 < error < 0.2
+    assert (found.log_softmax(-1) - expected).abs().mean() < 0.02 * error
+    cache = PackedKVCache(reader.blueprint.config, plan, 3, 97)
+    assert cache.packed_bytes == pytest.approx(plan.bytes_at(3, 97), rel=0.001)
