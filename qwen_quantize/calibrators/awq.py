@@ -17,6 +17,9 @@ from qwen_quantize.calibrators.pair_scaling import expand_tied
 # decoded, [n, K]. A rounding that does not weigh its errors has no use for the second.
 RoundWeight = Callable[[Tensor, Tensor], Tensor]
 
+# Of the same arguments, what that rounding leaves: the sum over the weight of the mean square times the squared error.
+RoundingError = Callable[[Tensor, Tensor], float]
+
 # Weights of all readers together that losses are measured on: 192 rows of 576. Of the constants here and in the other
 # modules of solvers, `benchmarks/constants.py` shows what each is worth beside its alternatives.
 SAMPLED_WEIGHTS = 192 * 576
@@ -59,6 +62,7 @@ def search_awq(
     rows_together: int = 1,
     diagonal: bool = True,
     remaining: Tensor | None = None,
+    rounding_error: RoundingError | None = None,
 ) -> ScaleChoice:
     """The factors with the least output error of the linears `weights` [n_i, K] float32 that read one stream.
 
@@ -73,7 +77,9 @@ def search_awq(
     out what errors of two features do together, which from few rows is mostly noise; every feature's square then
     grows by `floor` of the median one, as under the Hessian: other text may use what this one hardly does. remaining:
     [K] float32, what a squared error in each column counts once those after it make up for it, where the rounding
-    that follows compensates; a feature's square is then the geometric mean of this and its own.
+    that follows compensates; a feature's square is then the geometric mean of this and its own. rounding_error: of
+    `round_weight`, where that is quicker to have than the rounded weight and no region with a scale spans two rows;
+    for `diagonal`.
     """
     sampled = sample_rows(weights, sampled_weights, rows_together)
     size = feature_size(statistics)
@@ -86,7 +92,8 @@ def search_awq(
     if tie is not None:
         size, weight_size = _tied(size, tie), _tied(weight_size, tie)
     weight_size = _floored(weight_size)
-    loss = _Loss(sampled, moments, round_weight, tie)
+    quick = rounding_error if diagonal else None
+    loss = _Loss(sampled if quick is None else (torch.cat(sampled),), moments, round_weight, quick, tie)
     identity_loss = loss(torch.ones_like(size))
 
     def choice(steps: int, duo: bool) -> ScaleChoice:
@@ -187,11 +194,13 @@ class _Loss:
         weights: Sequence[Tensor],
         moments: tuple[Tensor, ...],
         round_weight: RoundWeight,
+        rounding_error: RoundingError | None,
         tie: Tensor | None,
     ) -> None:
         self._weights = weights
         self._moments = moments
         self._round = round_weight
+        self._error = rounding_error
         self._tie = tie
         self._squares = torch.cat([m if m.dim() == 1 else m.diagonal() for m in moments])
         size = sum(quadratic_error(weight, moments) for weight in weights)
@@ -202,6 +211,9 @@ class _Loss:
         squares = self._squares / columns.square()
         lost = 0.0
         for weight in self._weights:
+            if self._error is not None:
+                lost += self._error(weight * columns, squares)
+                continue
             rounded = self._round(weight * columns, squares)
             lost += quadratic_error((rounded / columns).sub_(weight), self._moments)
         return lost / self._size

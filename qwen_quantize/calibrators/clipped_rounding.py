@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -31,24 +33,46 @@ def clipped_rounding(weight: Tensor, column_weight: Tensor, spec: TensorSpec, ca
     refits. A zero point stays where plain rounding has it.
     """
     weight = weight.contiguous()
+    tried = _tried(weight, column_weight, spec)
+    best = tried.errors.argmin(dim=0, keepdim=True)
+    grid = Grid(tried.scales.gather(0, best)[0], tried.plain.zero_point, tried.plain.tensor_scale)
+    if not rounds_to_nearest(spec.format, cast):
+        return grid_values(grid_codes(weight, spec, cast, grid), spec, grid)
+    scale, offset = grid.expanded(spec.granularity, tuple(weight.shape))
+    return quantized_values(weight, scale, offset, ladder_of(spec.format))
+
+
+def clipped_error(weight: Tensor, column_weight: Tensor, spec: TensorSpec) -> float:
+    """The sum of column_weight * (w - Q(w))^2 that `clipped_rounding` leaves where it rounds to nearest.
+
+    The kernel has it already, so nothing is rounded again.
+    """
+    errors = _tried(weight.contiguous(), column_weight, spec).errors
+    return float(errors.amin(dim=0).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """scales, errors: [shares, down, across], of every region; plain: the grid that they are shares of."""
+
+    scales: Tensor
+    errors: Tensor
+    plain: Grid
+
+
+def _tried(weight: Tensor, column_weight: Tensor, spec: TensorSpec) -> _Tried:
     plain = min_max_grid(weight, spec)
     binary = spec.scale_rule is not None or isinstance(spec.format, TableFormat)
     shares = torch.tensor(_POWERS_OF_TWO if binary else _SHARES).view(-1, 1, 1)
     scales = plain.scale * shares
     scales = scales if binary else stored_scale(scales.flatten(0, 1), spec.scale_format).view_as(scales)
-    shape = tuple(weight.shape)
     zero = plain.zero_point
-    ladder = ladder_of(spec.format)
     errors = grid_errors(
         weight,
         column_weight.contiguous(),
-        spec.granularity.block_shape(shape),
+        spec.granularity.block_shape(tuple(weight.shape)),
         scales if plain.tensor_scale == 1.0 else scales * plain.tensor_scale,
         None if zero is None else zero.expand_as(scales).contiguous(),
-        ladder,
+        ladder_of(spec.format),
     )
-    grid = Grid(scales.gather(0, errors.argmin(dim=0, keepdim=True))[0], zero, plain.tensor_scale)
-    if not rounds_to_nearest(spec.format, cast):
-        return grid_values(grid_codes(weight, spec, cast, grid), spec, grid)
-    scale, offset = grid.expanded(spec.granularity, shape)
-    return quantized_values(weight, scale, offset, ladder)
+    return _Tried(scales, errors, plain)

@@ -1,6 +1,6 @@
 /* Inner loops of the calibrators that torch runs too slowly: error feedback along a block of columns, coordinate
- * descent on rounded weights, and the exponent-mantissa histogram of activations. Plain C ABI; the callers split rows over threads. Compiled
- * without contraction of multiply and add, so that the torch twins give the same bits. */
+ * descent on rounded weights, and what is kept of activations. Plain C ABI; the callers split rows, or columns, over
+ * threads. Compiled without contraction of multiply and add, so that the torch twins give the same bits. */
 
 #include <math.h>
 #include <stdint.h>
@@ -74,19 +74,73 @@ int64_t refine(float *values, float *gradient, const float *scale, const float *
     return changed;
 }
 
-/* counts[2048]: bin = float32 exponent field (8 bits) followed by the top three mantissa bits. */
-void exponent_mantissa_histogram(const float *x, int64_t n, int64_t *counts) {
-    uint32_t lanes[4][2048];
-    memset(lanes, 0, sizeof lanes);
-    for (int64_t begin = 0; begin < n; begin += 1 << 24) { /* so that no 32-bit lane can overflow */
-        int64_t end = begin + (1 << 24) < n ? begin + (1 << 24) : n;
-        for (int64_t i = begin; i < end; i++) {
-            uint32_t bits;
-            memcpy(&bits, x + i, sizeof bits);
-            lanes[i & 3][(bits >> 20) & 2047]++; /* four lanes break the chain of equal bins */
-        }
-        for (int lane = 0; lane < 4; lane++)
-            for (int bin = 0; bin < 2048; bin++) counts[bin] += lanes[lane][bin];
-        memset(lanes, 0, sizeof lanes);
+#define BINS 2048
+#define BLOCK_ROWS 64
+#define STRIP 256 /* columns whose sums stay in the first cache */
+
+/* Four lanes of counts break the chain of equal bins. */
+static void count(uint32_t lanes[4][BINS], const float *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        lanes[i & 3][(bits >> 20) & (BINS - 1)]++;
     }
+}
+
+static void add_counts(uint32_t lanes[4][BINS], int64_t *counts) {
+    for (int lane = 0; lane < 4; lane++)
+        for (int bin = 0; bin < BINS; bin++) counts[bin] += lanes[lane][bin];
+    memset(lanes, 0, sizeof(uint32_t[4][BINS]));
+}
+
+/* Up to STRIP columns of up to BLOCK_ROWS rows, in float32, top to bottom. */
+static void sum_strip(const float *x, const float *seen, const float *weight, int64_t stride, int64_t rows,
+                      int64_t width, uint32_t *amax, double *total, double *squares, double *cross) {
+    float t[STRIP] = {0}, q[STRIP] = {0}, c[STRIP] = {0};
+    uint32_t m[STRIP] = {0};
+    for (int64_t row = 0; row < rows; row++) {
+        const float *v = x + row * stride, *s = seen + row * stride;
+        float w = weight ? weight[row] : 1.0f;
+        for (int64_t i = 0; i < width; i++) {
+            uint32_t bits;
+            memcpy(&bits, v + i, sizeof bits);
+            bits &= 0x7fffffff;
+            m[i] = bits > m[i] ? bits : m[i]; /* a NaN is the largest */
+            t[i] += v[i];
+            q[i] += v[i] * v[i];
+            c[i] += s[i] * w * v[i];
+        }
+    }
+    for (int64_t i = 0; i < width; i++) {
+        amax[i] = m[i] > amax[i] ? m[i] : amax[i];
+        total[i] += t[i];
+        squares[i] += q[i];
+        cross[i] += c[i];
+    }
+}
+
+/* What calibration keeps of columns first..last-1 of x [rows, columns]: bits of the largest magnitude, sums of x, x^2
+ * and weight * seen * x by column, each over blocks of 64 rows in float32 and over blocks in float64; counts[2048], a
+ * bin for each float32 exponent field (8 bits) and the top three mantissa bits. weight: [rows] or NULL for ones. */
+void column_sums(const float *x, const float *seen, const float *weight, int64_t rows, int64_t columns, int64_t first,
+                 int64_t last, uint32_t *amax, double *total, double *squares, double *cross, int64_t *counts) {
+    uint32_t lanes[4][BINS];
+    memset(lanes, 0, sizeof lanes);
+    int64_t counted = 0;
+    for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+        int64_t height = rows - row < BLOCK_ROWS ? rows - row : BLOCK_ROWS;
+        const float *w = weight ? weight + row : 0;
+        for (int64_t at = first; at < last; at += STRIP) {
+            const float *v = x + row * columns + at, *s = seen + row * columns + at;
+            int64_t width = last - at < STRIP ? last - at : STRIP;
+            sum_strip(v, s, w, columns, height, width, amax + at, total + at, squares + at, cross + at);
+        }
+        for (int64_t r = row; r < row + height; r++) count(lanes, x + r * columns + first, last - first);
+        counted += height * (last - first);
+        if (counted > 1 << 24) { /* so that no 32-bit lane can overflow */
+            add_counts(lanes, counts);
+            counted = 0;
+        }
+    }
+    add_counts(lanes, counts);
 }

@@ -6,15 +6,18 @@ import ctypes
 import importlib.resources
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from qwen_quantize.calibrators.ladder import ValueLadder
 from qwen_quantize.formats.native import load_native
 
 _HISTOGRAM_BINS = 2048
+_TERMS_APART = 1 << 21  # errors of single weights that one thread works out sooner than it starts a second
 
 
 def _library(name: str = "kernels.c") -> ctypes.CDLL | None:
@@ -33,8 +36,10 @@ def _in_parts(rows: int, least: int, run: Callable[[int, int], None]) -> None:
     if threads == 1:
         run(0, rows)
         return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(run, bounds[:-1], bounds[1:]))
+    with ThreadPoolExecutor(threads - 1) as pool:
+        others = pool.map(run, bounds[1:-1], bounds[2:])
+        run(0, bounds[1])
+        list(others)
 
 
 def error_feedback(
@@ -212,7 +217,9 @@ def grid_errors(
             ctypes.c_void_p(errors.data_ptr()),
         )
 
-    _in_parts(scale.shape[1], 1, run)
+    # Threads cost more than a small search.
+    row_terms = scale.shape[0] * region[0] * weight.shape[1]
+    _in_parts(scale.shape[1], max(1, -(-_TERMS_APART // max(row_terms, 1))), run)
     return errors
 
 
@@ -259,15 +266,72 @@ def region_errors(
     return errors
 
 
-def exponent_mantissa_histogram(x: Tensor) -> Tensor:
-    """[256, 8] int64: how often each float32 exponent field and top three mantissa bits occur in `x`."""
-    x = x.contiguous()
+@dataclass(frozen=True, slots=True)
+class ColumnSums:
+    """By column of x [rows, K]: amax float32; total, squares, cross float64, the sums of x, x^2 and weight * seen * x.
+
+    histogram: [256, 8] int64, how often each float32 exponent field and top three mantissa bits occur.
+    """
+
+    amax: Tensor
+    total: Tensor
+    squares: Tensor
+    cross: Tensor
+    histogram: Tensor
+
+
+_BLOCK_ROWS = 64  # as in kernels.c
+_COLUMNS_APART = 256  # that one thread works on sooner than it starts a second
+
+
+def column_sums(x: Tensor, seen: Tensor, weight: Tensor | None) -> ColumnSums:
+    """x, seen: [rows, K] float32; weight: [rows] float32 or None for ones.
+
+    Blocks of 64 rows are summed in float32 from top to bottom, blocks in float64.
+    """
+    x, seen = x.contiguous(), seen.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    rows, columns = x.shape
     library = _library()
     if library is None:
-        bins = (x.view(torch.int32).flatten() >> 20) & (_HISTOGRAM_BINS - 1)
-        return torch.bincount(bins, minlength=_HISTOGRAM_BINS).view(256, 8)
-    counts = torch.zeros(_HISTOGRAM_BINS, dtype=torch.int64)
-    library.exponent_mantissa_histogram(
-        _floats(x), ctypes.c_int64(x.numel()), ctypes.c_void_p(counts.data_ptr())
+        return _column_sums_torch(x, seen, weight)
+    amax = torch.zeros(columns)
+    total, squares, cross = torch.zeros(3, columns, dtype=torch.float64)
+    counts: list[Tensor] = []
+
+    def run(begin: int, end: int) -> None:
+        own = torch.zeros(_HISTOGRAM_BINS, dtype=torch.int64)
+        library.column_sums(
+            *(_floats(tensor) for tensor in (x, seen, weight)),
+            *(ctypes.c_int64(size) for size in (rows, columns, begin, end)),
+            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (amax, total, squares, cross, own)),
+        )
+        counts.append(own)
+
+    _in_parts(columns, _COLUMNS_APART, run)
+    return ColumnSums(amax, total, squares, cross, torch.stack(counts).sum(dim=0).view(256, 8))
+
+
+def _column_sums_torch(x: Tensor, seen: Tensor, weight: Tensor | None) -> ColumnSums:
+    bins = (x.view(torch.int32).flatten() >> 20) & (_HISTOGRAM_BINS - 1)
+    weighed = seen if weight is None else seen * weight.unsqueeze(1)
+    return ColumnSums(
+        x.abs().amax(dim=0),
+        _summed_in_blocks(x),
+        _summed_in_blocks(x * x),
+        _summed_in_blocks(weighed * x),
+        torch.bincount(bins, minlength=_HISTOGRAM_BINS).view(256, 8),
     )
-    return counts.view(256, 8)
+
+
+def _summed_in_blocks(terms: Tensor) -> Tensor:
+    """[K] float64."""
+    padded = functional.pad(terms, (0, 0, 0, -terms.shape[0] % _BLOCK_ROWS))
+    blocks = padded.view(-1, _BLOCK_ROWS, terms.shape[1])
+    sums = torch.zeros_like(blocks[:, 0])
+    for row in range(_BLOCK_ROWS):
+        sums += blocks[:, row]
+    total = torch.zeros(terms.shape[1], dtype=torch.float64)
+    for block in sums.double():
+        total += block
+    return total

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.native import exponent_mantissa_histogram
+from qwen_quantize.calibrators.native import column_sums
 
 _BLOCK = 192  # columns of a second moment that one matrix product makes
 
@@ -108,21 +108,22 @@ class InputObserver:
         if x.shape[0] == 0:
             return
         self.tokens += x.shape[0]
-        torch.maximum(self.amax, x.abs().amax(dim=0), out=self.amax)
-        # The sums of one batch are float32 (pairwise inside torch); batches add up in float64.
-        self.total += x.sum(dim=0)
-        self.squares += x.square().sum(dim=0)
-        self.histogram += exponent_mantissa_histogram(x)
+        wanted = self._weighed or self.sample is not None
+        seen = x if self.cast is None or not wanted else self.cast(x)
+        sums = column_sums(x, seen, weight)
+        torch.maximum(self.amax, sums.amax, out=self.amax)
+        self.total += sums.total
+        self.squares += sums.squares
+        self.histogram += sums.histogram
         self.weight_total += x.shape[0] if weight is None else float(weight.sum(dtype=torch.float64))
-        if not self._weighed and self.sample is None:
-            return
-        seen = x if self.cast is None else self.cast(x)
         if self.sample is not None:
             self.sample.add(seen, weight)
         if not self._weighed:
             return
+        self.cross += sums.cross
+        if not self.second_moments:
+            return
         weighted = seen if weight is None else seen * weight.unsqueeze(1)
-        self.cross += (weighted * x).sum(dim=0)
         begin = 0
         for moment in self.second_moments:
             end = begin + moment.shape[0]

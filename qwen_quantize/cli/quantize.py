@@ -17,6 +17,7 @@ from qwen_quantize.cli.mixed import choose, mixed_lines, prediction_line
 from qwen_quantize.cli.session import (
     REPORT_NAME,
     chip_compute,
+    keep_freed_memory,
     peak_memory_bytes,
     read_text,
     use_threads,
@@ -90,6 +91,8 @@ def run_quantize(
     verbose: bool = False,
 ) -> None:
     use_threads(threads)
+    if recipe.max_memory is None:
+        keep_freed_memory()
     begin = time.perf_counter()
     speaker = Speaker(as_json, quiet, verbose)
     recipe, target = with_defaults(recipe, output_path)

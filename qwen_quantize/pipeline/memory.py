@@ -14,6 +14,9 @@ BASE = 350_000_000  # the interpreter with torch and this package, measured and 
 _PIECES = 400_000_000  # what conversion without data holds at most: a few pieces of tensors in each thread
 _BATCH_TOKENS = 4096
 HEAD_ROWS = 256  # predictions whose gradient is taken together
+_CALIBRATED_TOGETHER = (
+    1024  # tokens; of more the intermediate tensors leave the cache, and nothing gets faster
+)
 _RANGE_STEP = 128
 _SOLVED = 40  # bytes for each value of a linear that is solved whole, measured and rounded up
 _GAINED = 18  # bytes for each weight of the linear whose output gain is fitted: three copies, one prepared
@@ -230,7 +233,7 @@ def plan_memory(
             f"--calibration-length {recipe.length} is more than this model's context of {config.max_position}"
         )
     per_window = _window_memory(recipe.length, blueprint) if forward else 0
-    batch = max(1, _BATCH_TOKENS // recipe.length)
+    batch = max(1, _CALIBRATED_TOGETHER // recipe.length)
     kinds = _kinds(blueprint)
     widest = max(columns for layer in kinds for _, columns in _opened(blueprint, layer))
 

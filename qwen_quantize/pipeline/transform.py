@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qwen_quantize.calibrators.awq import ScaleChoice, scaled_statistics, search_awq
-from qwen_quantize.calibrators.clipped_rounding import clipped_rounding
+from qwen_quantize.calibrators.clipped_rounding import clipped_error, clipped_rounding
 from qwen_quantize.calibrators.grid_weights import compensated_weight
 from qwen_quantize.calibrators.methods import Transform
 from qwen_quantize.calibrators.observers import InputStatistics
@@ -23,6 +24,7 @@ from qwen_quantize.calibrators.pair_scaling import (
     storable_scale,
     tie_of,
 )
+from qwen_quantize.calibrators.range_search import rounds_to_nearest
 from qwen_quantize.calibrators.smoothquant import search_smoothing
 from qwen_quantize.checkpoint.tensor_info import DTYPES
 from qwen_quantize.engine.layer import Layer
@@ -135,7 +137,15 @@ def find_move(
     if own.method.transform is Transform.AWQ:
         factors = factors_of(own.method, statistics)
         remaining = compensated_weight(factors) if factors else None
-        choice = search_awq(weights, statistics, rounded, tie_of(pair), remaining=remaining)
+        alone = rounds_to_nearest(spec.format, cast) and spec.granularity.block_shape((2, 1))[0] == 1
+        choice = search_awq(
+            weights,
+            statistics,
+            rounded,
+            tie_of(pair),
+            remaining=remaining,
+            rounding_error=partial(clipped_error, spec=spec) if alone else None,
+        )
     else:
         activation = own.scheme.activation
         assert activation is not None

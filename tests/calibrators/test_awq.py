@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,9 +17,12 @@ from qwen_quantize.calibrators.awq import (
     search_awq,
     second_moments,
 )
+from qwen_quantize.calibrators.clipped_rounding import clipped_error, clipped_rounding
 from qwen_quantize.calibrators.observers import InputObserver, InputStatistics
 from qwen_quantize.formats.blocks import block_amax, expand_scale
+from qwen_quantize.formats.cast_rule import RNE_SATURATE
 from qwen_quantize.formats.granularity import Granularity
+from qwen_quantize.formats.schemes import SCHEMES
 
 GROUP = Granularity.group(16)
 
@@ -214,6 +219,21 @@ def test_scaled_statistics_are_those_of_scaled_inputs() -> None:
         torch.testing.assert_close(found.sample.inputs, expected.sample.inputs)
         assert found.tokens == expected.tokens
         assert found.weight_total == expected.weight_total
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kernel_that_knows_the_error_leads_to_the_same_choice(seed: int) -> None:
+    x, *weights = layer(seed)
+    spec = SCHEMES["w4a16"].with_group(16).weight
+
+    def clipped(weight: Tensor, squares: Tensor) -> Tensor:
+        return clipped_rounding(weight, squares, spec, RNE_SATURATE)
+
+    slow = search_awq(weights, observed(x), clipped)
+    quick = search_awq(weights, observed(x), clipped, rounding_error=partial(clipped_error, spec=spec))
+    assert (quick.exponent, quick.weight_exponent) == (slow.exponent, slow.weight_exponent)
+    assert torch.equal(quick.scale, slow.scale)
+    assert quick.loss == pytest.approx(slow.loss, rel=1e-5)
 
 
 def test_quadratic_error_equals_float64() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qwen_quantize.calibrators.clipped_rounding import clipped_rounding
+from qwen_quantize.calibrators.clipped_rounding import clipped_error, clipped_rounding
 from qwen_quantize.calibrators.range_search import grid_codes, grid_values, min_max_grid, search_grid
 from qwen_quantize.formats.cast_rule import RNE_SATURATE
 from qwen_quantize.formats.schemes import SCHEMES
@@ -44,3 +44,13 @@ def test_zeros_stay_zeros() -> None:
         assert torch.equal(
             clipped_rounding(torch.zeros(4, 64), torch.ones(64), spec, RNE_SATURATE), torch.zeros(4, 64)
         )
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_the_error_is_that_of_the_rounded_weight(name: str) -> None:
+    spec = SPECS[name]
+    generator = torch.Generator().manual_seed(1)
+    weight, importance = torch.randn(24, 130, generator=generator), torch.rand(130, generator=generator) ** 3
+    rounded = clipped_rounding(weight, importance, spec, RNE_SATURATE)
+    expected = float(((rounded.double() - weight.double()).square() * importance.double()).sum())
+    assert clipped_error(weight, importance, spec) == pytest.approx(expected, rel=1e-5)

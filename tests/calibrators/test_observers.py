@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
-from qwen_quantize.calibrators.native import exponent_mantissa_histogram
+from qwen_quantize.calibrators.native import ColumnSums, column_sums
 from qwen_quantize.calibrators.observers import (
     InputObserver,
     InputStatistics,
@@ -58,8 +60,8 @@ def test_second_moment_sees_the_cast_input() -> None:
 
 
 def test_histogram_counts_exponents_and_mantissas() -> None:
-    x = torch.tensor([1.0, 1.125, -1.99, 2.0, 0.0, 3.0, float("inf")])
-    counts = exponent_mantissa_histogram(x)
+    x = torch.tensor([[1.0, 1.125, -1.99, 2.0, 0.0, 3.0, float("inf")]])
+    counts = column_sums(x, x, None).histogram
     assert counts.sum() == 7
     assert counts[127].tolist() == [1, 1, 0, 0, 0, 0, 0, 1]
     assert counts[128].tolist() == [1, 0, 0, 0, 1, 0, 0, 0]
@@ -67,10 +69,40 @@ def test_histogram_counts_exponents_and_mantissas() -> None:
     assert counts[255, 0] == 1
 
 
-def test_native_histogram_equals_torch(data: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    native = exponent_mantissa_histogram(data)
-    monkeypatch.setattr("qwen_quantize.calibrators.native._library", lambda: None)
-    assert torch.equal(native, exponent_mantissa_histogram(data))
+@pytest.mark.parametrize("shape", [(1, 1), (63, 24), (64, 17), (200, 530)])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_native_sums_equal_torch(
+    shape: tuple[int, int], weighed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(shape, generator=generator).exp_() - 1
+    seen = (x * 8).round() / 8
+    weight = torch.rand(shape[0], generator=generator) if weighed else None
+    native = column_sums(x, seen, weight)
+    monkeypatch.setattr("qwen_quantize.calibrators.native._library", lambda _="": None)
+    twin = column_sums(x, seen, weight)
+    for field in fields(ColumnSums):
+        assert torch.equal(getattr(native, field.name), getattr(twin, field.name)), field.name
+
+
+def test_sums_by_column_equal_float64() -> None:
+    x = torch.randn(500, 40, generator=torch.Generator().manual_seed(1)) * 3 + 1
+    weight = torch.rand(500, generator=torch.Generator().manual_seed(2))
+    sums = column_sums(x, x.round(), weight)
+    exact = x.double()
+    torch.testing.assert_close(sums.total, exact.sum(dim=0), rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(sums.squares, exact.square().sum(dim=0), rtol=1e-6, atol=0)
+    crossed = (exact * x.round().double() * weight.double().unsqueeze(1)).sum(dim=0)
+    torch.testing.assert_close(sums.cross, crossed, rtol=1e-6, atol=1e-4)
+    assert torch.equal(sums.amax, x.abs().amax(dim=0))
+
+
+def test_a_number_that_is_none_shows_in_the_largest() -> None:
+    x = torch.ones(130, 3)
+    x[5, 0], x[129, 2] = float("nan"), float("inf")
+    amax = column_sums(x, x, None).amax
+    assert amax.isnan().tolist() == [True, False, False]
+    assert amax.isinf().tolist() == [False, False, True]
 
 
 def test_token_weights_scale_second_moments_only(data: torch.Tensor) -> None:
