@@ -50,9 +50,11 @@ def test_a_rotated_result(model: Path, tmp_path: Path) -> None:
 
 
 def test_without_data_by_pieces(model: Path, tmp_path: Path) -> None:
-    found = run("--model-path", model, "--device", "cpu", "--allow-unsupported", "--quant-method", "ue8m0",
-                "--rotate", "r1r2", "--output-path", tmp_path / "out", "--validation-tokens", "64",
-                "--validation-text", options_in(tmp_path)[options_in(tmp_path).index("--validation-text") + 1])  # fmt: skip
+    common = options_in(tmp_path)
+    words = common[common.index("--validation-text") :]
+    found = run(
+        "--model-path", model, "--quant-method", "ue8m0", "--rotate", "r1r2", "--output-path", tmp_path / "out", *words
+    )  # fmt: skip
     assert found["validation"]["kl_mean"] < 0.05
 
 
