@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.test_documents import CODE, LINK, blocks, commands, complaint, prose, text_of
-from tools import arithmetic_figures, command_reference
+from tools import arithmetic_figures, command_reference, rotation_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))
@@ -25,6 +25,14 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def test_the_reference_of_commands_is_fresh() -> None:
     assert command_reference.main(["--check"]) == 0, "run `python tools/command_reference.py`"
+
+
+def test_the_tables_of_rotations_are_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rotation_table.main(["--check"]) == 0, "run `python tools/rotation_table.py`"
+    page = tmp_path / "rotate.md"
+    page.write_text(rotation_table.PAGE.read_text(encoding="utf-8").replace("| w4a8 |", "| w4a9 |", 1))
+    monkeypatch.setattr(rotation_table, "PAGE", page)
+    assert rotation_table.main(["--check"]) == 1
 
 
 def test_the_figures_are_fresh() -> None:

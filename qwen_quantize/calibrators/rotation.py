@@ -8,11 +8,12 @@ Everything is computed in float64 and rounded once.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.hadamard import hadamard_signs
+from qwen_quantize.calibrators.hadamard import hadamard_signs, has_hadamard
 from qwen_quantize.calibrators.pair_scaling import LayerTensors
 from qwen_quantize.models.scale_pairs import RowsProducer, ScalePair
 
@@ -30,6 +31,46 @@ def hadamard_rotation(order: int, generator: torch.Generator | None = None) -> T
         return rotation
     signs = torch.randint(0, 2, (order, 1), generator=generator, dtype=torch.float64) * 2 - 1
     return rotation * signs
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """R = diag(signs) (F1 x F2 x ...), a Kronecker product, so that no matrix of all features is ever made.
+
+    signs: float64 [size] of +-1; factors: float64 [f, f], each orthogonal, whose f multiply to the size.
+    """
+
+    signs: Tensor
+    factors: tuple[Tensor, ...]
+
+    def turn(self, x: Tensor, *, back: bool = False) -> Tensor:
+        """x R, or with `back` x R^T, over the last dimension in runs of the size; float64 [..., K], size | K."""
+        size = self.signs.shape[0]
+        if x.shape[-1] % size:
+            raise ValueError(f"{x.shape[-1]} features are no multiple of the rotation's {size}")
+        turned = x.double().reshape(-1, size)
+        if not back:
+            turned = turned * self.signs
+        left = 1
+        for factor in self.factors:
+            order = factor.shape[0]
+            runs = turned.reshape(-1, order, size // (left * order))
+            turned = (factor if back else factor.T) @ runs
+            left *= order
+        turned = turned.reshape(-1, size)
+        return (turned * self.signs if back else turned).reshape(x.shape)
+
+
+def signed_rotation(order: int, generator: torch.Generator) -> Rotation:
+    """The rotation of `hadamard_rotation`'s kind in factors of 16 and one more; ValueError as it raises."""
+    orders = []
+    while order % 32 == 0 and has_hadamard(order // 16):
+        orders.append(16)
+        order //= 16
+    orders.append(order)
+    factors = tuple(hadamard_rotation(one) for one in orders)
+    signs = torch.randint(0, 2, (math.prod(orders),), generator=generator, dtype=torch.float64) * 2 - 1
+    return Rotation(signs, factors)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ from qwen_quantize.eval.token_scores import ScoreRecorder
 from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.pipeline.kv_cache import kv_lines, kv_record
 from qwen_quantize.pipeline.manifest import MANIFEST_NAME
+from qwen_quantize.pipeline.rotated_reference import RotatedReference
+from qwen_quantize.pipeline.rotated_source import Rotate, Rotating
 from qwen_quantize.pipeline.texts import EvaluationTokens
 from qwen_quantize.report.attribution_tables import attribution_lines, attribution_tables
 from qwen_quantize.report.tables import comparison_lines, comparison_tables
@@ -67,16 +69,33 @@ def measure(
     progress: StageProgress,
     watch: Watch | None = None,
     kv_plan: KvPlan | None = None,
+    rotating: Rotating | None = None,
 ) -> dict[str, Any]:
-    """Score a model, in lockstep with its reference if there is one; the record that reports are made of."""
+    """Score a model, in lockstep with its reference if there is one; the record that reports are made of.
+
+    rotating: what was done to the model, and not to its reference.
+    """
     comparison = evaluate(
         StreamedModel(reader, chip, kv_plan),
         windows.windows,
-        None if reference is None else StreamedModel(reference, None),
+        None if reference is None else _beside(reference, rotating),
         progress,
         watch,
     )
     return {"text_sha256": windows.text_sha256, **asdict(comparison)}
+
+
+def _beside(reference: ModelReader, rotating: Rotating | None) -> StreamedModel:
+    """The reference with its residual stream turned as the model's is."""
+    rotation = None if rotating is None else rotating.residual(reference.blueprint.config.hidden_size)
+    return StreamedModel(reference) if rotation is None else RotatedReference(reference, rotation)
+
+
+def rotation_of(manifest: dict[str, Any] | None, path: str | None) -> Rotating | None:
+    """How the model was rotated before it was quantized, if `path` is the one that it was made from."""
+    if manifest is None or path is None or path != str(manifest["source"].get("path")):
+        return None
+    return Rotating.parse(str(manifest["request"].get("rotate", Rotate.NONE)))
 
 
 def reference_path(request: EvalRequest, manifest: dict[str, Any] | None) -> str | None:
@@ -121,6 +140,12 @@ def run_eval(
         check_comparable(reader, reference)
     if request.attribute and reference is None:
         raise UserError("--attribute compares with the unquantized model; name it with --against")
+    rotating = rotation_of(manifest, path)
+    if request.attribute and rotating is not None and rotating.kind is not Rotate.NONE:
+        raise UserError(
+            f"--attribute runs the original weights under the cast of the quantized ones, and those of {request.model} "
+            "are rotated; quantize without --rotate to attribute its loss"
+        )
     question = ChipQuestion(request.device, request.versions, request.assume, request.with_claims)
     chip = folder_chip(question, manifest, reader)
     arithmetic = chip.arithmetic
@@ -134,7 +159,7 @@ def run_eval(
     recorder = None if request.record is None else ScoreRecorder()
     with speaker.progress("eval") as progress:
         watch = None if recorder is None else recorder.add
-        record = measure(reader, reference, compute, windows, progress, watch, kv_plan)
+        record = measure(reader, reference, compute, windows, progress, watch, kv_plan, rotating)
     attribution = None
     if request.attribute and reference is not None:
         with speaker.progress("attribute") as progress:

@@ -57,6 +57,7 @@ from qwen_quantize.cli.options import (
     RecipeFile,
     Requantize,
     Resume,
+    Rotate,
     Scheme,
     Seed,
     TargetBits,
@@ -106,7 +107,8 @@ _CALIBRATING = (
     "calibration_dataset", "calibration_column", "calibration_samples", "calibration_length", "seed",
 )  # fmt: skip
 _COLLECTING = (
-    *_CALIBRATING, "collect", "model_path", "max_memory", "resume", "overwrite", "threads", "as_json", "quiet",
+    *_CALIBRATING, "collect", "model_path", "rotate", "max_memory", "resume", "overwrite", "threads", "as_json",
+    "quiet",
 )  # fmt: skip
 
 _CONVERTING = (
@@ -122,7 +124,7 @@ _FIELDS = {
 }  # fmt: skip
 _SAME = (
     "model_path", "device", "seed", "expert_policy", "ignore", "include", "block_size", "scheme", "group_size",
-    "asymmetric", "layout", "assume", "with_claims", "allow_unsupported", "max_memory",
+    "asymmetric", "layout", "assume", "with_claims", "allow_unsupported", "max_memory", "rotate",
 )  # fmt: skip
 
 
@@ -157,6 +159,7 @@ def main_command(
     from_statistics: FromStatistics = None,
     expert_policy: ExpertPolicy = "shrink",
     effort: Effort = "normal",
+    rotate: Rotate = "none",
     ignore: Ignore = None,
     include: Include = None,
     block_size: BlockSize = None,
@@ -221,6 +224,7 @@ def main_command(
                     length=calibration_length,
                     seed=seed,
                     max_memory=parse_size(max_memory),
+                    rotate=rotate,
                 ),
                 collect,
                 resume=resume,
@@ -307,6 +311,7 @@ def main_command(
             allow_unsupported=allow_unsupported,
             max_memory=parse_size(max_memory),
             effort=Effort(effort),
+            rotate=rotate,
         )
         if recipe_file is not None:
             from qwen_quantize.pipeline.recipe_file import with_recipe

@@ -138,6 +138,14 @@ Effort = Annotated[
         help="normal, or high: scales and codes found together, for several times the solver's time.",
     ),
 ]
+Rotate = Annotated[
+    str,
+    typer.Option(
+        "--rotate",
+        help="Turn features first, the function unchanged: none, r2 (each head's values), r1r2 (the residual stream "
+        "too), or these in runs, e.g. r1r2:32.",
+    ),
+]
 Ignore = Annotated[
     list[str] | None,
     typer.Option("--ignore", help="Keep these linears in high precision (glob or re:...). Repeatable."),

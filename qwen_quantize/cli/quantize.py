@@ -37,6 +37,7 @@ from qwen_quantize.pipeline.memory import validation_memory
 from qwen_quantize.pipeline.mixed import MixedChoice
 from qwen_quantize.pipeline.plan import Plan, make_plan
 from qwen_quantize.pipeline.recipe import Output, Recipe
+from qwen_quantize.pipeline.rotated_source import Rotating
 from qwen_quantize.pipeline.run import StagedRun, quantize
 from qwen_quantize.pipeline.statistics_folder import read_statistics
 from qwen_quantize.pipeline.summary import tensor_groups
@@ -99,7 +100,9 @@ def run_quantize(
     if not recipe.device:
         raise UserError("--device is missing: name the chip, e.g. --device ascend; see `chips list`")
     check_output(target, [recipe.model_path, recipe.dataset, recipe.statistics, validation.text])
-    source = open_source(recipe.model_path, allow_missing_weights=dry_run)
+    rotating = Rotating.parse(recipe.rotate)
+    original = open_source(recipe.model_path, allow_missing_weights=dry_run)
+    source = rotating.source(original)
     if recipe.statistics is not None:
         read_statistics(recipe.statistics).require_model(source)
     choice: MixedChoice | None = None
@@ -139,10 +142,10 @@ def run_quantize(
             for line in kv_lines(kv_plan, kv_context(plan.blueprint)):
                 speaker.say(line)
         if windows is not None and reader is not None:
-            record = {"text": text, **_validate(staged, reader, windows, speaker, kv_plan)}
+            record = {"text": text, **_validate(staged, original, windows, speaker, kv_plan)}
         chosen = None if choice is None else choice.record
         kv = None if kv_plan is None else kv_record(kv_plan, kv_context(plan.blueprint))
-        manifest = build_manifest(plan, staged.journal, staged.calibration, source, record, chosen, kv)
+        manifest = build_manifest(plan, staged.journal, staged.calibration, original, record, chosen, kv)
         manifest["check"] = check_written(staged.folder.staging, speaker)
         staged.folder.add_file(MANIFEST_NAME, canonical_json(manifest))
         staged.folder.add_file(REPORT_NAME, render_page(manifest).encode())
@@ -207,7 +210,7 @@ def _validation_windows(reader: ModelReader, validation: Validation) -> tuple[Ev
 
 def _validate(
     staged: StagedRun,
-    reader: ModelReader,
+    original: CheckpointSource,
     windows: EvaluationTokens,
     speaker: Speaker,
     kv_plan: KvPlan | None = None,
@@ -216,7 +219,9 @@ def _validate(
     written = ModelReader(open_source(staged.folder.staging))
     chip = chip_compute(written, *(choice.arithmetic for choice in staged.plan.distinct_choices))
     with speaker.progress("validate") as progress:
-        return measure(written, reader, chip, windows, progress, kv_plan=kv_plan)
+        reference = ModelReader(original)
+        rotating = Rotating.parse(staged.plan.recipe.rotate)
+        return measure(written, reference, chip, windows, progress, kv_plan=kv_plan, rotating=rotating)
 
 
 def check_output(target: Path, inputs: Sequence[str | None], option: str = "--output-path") -> None:

@@ -38,6 +38,7 @@ _OPTIONS = {
     "seed": "--seed",
     "expert_policy": "--expert-policy",
     "effort": "--effort",
+    "rotate": "--rotate",
     "block_size": "--block-size",
     "scheme": "--scheme",
     "group_size": "--group-size",

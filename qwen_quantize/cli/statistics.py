@@ -37,6 +37,7 @@ def run_collect(
     from qwen_quantize.errors import UserError
     from qwen_quantize.pipeline.collect import collect
     from qwen_quantize.pipeline.recipe import Output
+    from qwen_quantize.pipeline.rotated_source import Rotating
 
     use_threads(threads)
     begin = time.perf_counter()
@@ -45,7 +46,7 @@ def run_collect(
     if recipe.dataset is None:
         raise UserError("--collect needs text: give --calibration-dataset")
     check_output(target, [recipe.model_path, recipe.dataset], "--collect")
-    reader = ModelReader(open_source(recipe.model_path))
+    reader = ModelReader(Rotating.parse(recipe.rotate).source(open_source(recipe.model_path)))
     with speaker.progress("collect") as progress:
         found = collect(recipe, reader, Output(target, resume, overwrite), progress)
     record = statistics_record(found)

@@ -36,6 +36,7 @@ from qwen_quantize.pipeline.choices import LinearChoice, choose_linears, method_
 from qwen_quantize.pipeline.kv_tensors import plan_kv_tensors
 from qwen_quantize.pipeline.memory import MemoryPlan, plan_memory
 from qwen_quantize.pipeline.recipe import Recipe
+from qwen_quantize.pipeline.rotated_source import RotatedSource
 from qwen_quantize.pipeline.rules import Settings, scheme_name, settings_of
 from qwen_quantize.pipeline.scheme_choice import base_scheme, needs_input_amax
 from qwen_quantize.pipeline.selection import (
@@ -196,7 +197,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         tensors=tensors,
         notes=(
             *_support_notes(resolution.profile, choices),
-            *(source.notes if isinstance(source, PlannedSource) else ()),
+            *(source.notes if isinstance(source, PlannedSource | RotatedSource) else ()),
             *found,
             *([loss] if loss is not None else []),
             *chosen.notes,

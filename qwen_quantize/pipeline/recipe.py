@@ -33,7 +33,8 @@ class Recipe:
     """One quantization request. Paths and sizes as given; what is None is left to the plan.
 
     statistics: a folder that takes the place of dataset, samples, length and seed. scheme: for methods that fill
-    any; group_size: 0 for one scale per output channel. rules: for some linears, later ones over earlier ones.
+    any; group_size: 0 for one scale per output channel. rules: for some linears, later ones over earlier ones. rotate:
+    of the features before anything else, see `Rotating`.
     """
 
     model_path: str
@@ -62,6 +63,7 @@ class Recipe:
     max_shard_bytes: int = 4_500_000_000
     rules: tuple[Rule, ...] = ()
     effort: Effort = Effort.NORMAL
+    rotate: str = "none"
 
     @property
     def calibrates(self) -> bool:

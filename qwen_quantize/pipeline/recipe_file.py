@@ -50,6 +50,7 @@ _DEFAULTS: dict[str, _Check] = {
     "group_size": _SIZE,
     "symmetric": _YES,
     "layout": _TEXT,
+    "rotate": _TEXT,
 }
 # Fields of a request in a manifest; those in the second table may be null.
 _REQUEST: dict[str, _Check] = {
@@ -69,6 +70,7 @@ _REQUEST: dict[str, _Check] = {
     "allow_unsupported": _YES,
     "max_shard_bytes": _SIZE,
     "effort": (lambda value: value in tuple(Effort), "normal or high"),
+    "rotate": _TEXT,
 }
 _OPTIONAL: dict[str, _Check] = {
     "dataset": _TEXT,

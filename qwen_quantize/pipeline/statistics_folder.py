@@ -187,7 +187,7 @@ class StatisticsFolder:
         if self.manifest.fingerprint != source.fingerprint():
             raise UserError(
                 f"{self.path} holds the statistics of another model, {self.manifest.path}; give the one that they "
-                "were collected from, or collect new ones with --collect"
+                "were collected from, with the same --rotate, or collect new ones with --collect"
             )
         if self.manifest.tokenizer != tokenizer_sha256(source):
             raise UserError(

@@ -19,6 +19,7 @@ from qwen_quantize.calibrators.rotation import (
     rotate_outputs,
     rotate_residual,
     rotate_values,
+    signed_rotation,
 )
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.engine.load import ModelReader, load_model
@@ -241,3 +242,17 @@ def test_norms_stored_less_one_fold_to_zero() -> None:
     one, folded = fold_norm(stored, LayerTensors({"reader": matrix}), offset=1.0)
     assert one.tolist() == [0.0, 0.0]
     assert folded.weights["reader"].tolist() == [[1.5, 0.5]] * 3
+
+
+@pytest.mark.parametrize("size", [1, 4, 12, 32, 96, 576])
+def test_a_rotation_in_factors_is_a_signed_hadamard_matrix(size: int) -> None:
+    rotation = signed_rotation(size, torch.Generator().manual_seed(7))
+    assert max(factor.shape[0] for factor in rotation.factors) <= 36
+    dense = rotation.turn(torch.eye(size, dtype=torch.float64))
+    assert (dense @ dense.T - torch.eye(size, dtype=torch.float64)).abs().max() < 1e-13
+    assert (dense.abs() - size**-0.5).abs().max() < 1e-14
+    x = torch.randn(3, 2 * size, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    torch.testing.assert_close(rotation.turn(x), rotate(x, dense), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(rotation.turn(rotation.turn(x), back=True), x, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="no multiple of the rotation's"):
+        signed_rotation(4, torch.Generator()).turn(torch.zeros(2, 6))
