@@ -244,10 +244,12 @@ def test_norms_stored_less_one_fold_to_zero() -> None:
     assert folded.weights["reader"].tolist() == [[1.5, 0.5]] * 3
 
 
-@pytest.mark.parametrize("size", [1, 4, 12, 32, 96, 576])
-def test_a_rotation_in_factors_is_a_signed_hadamard_matrix(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "orders"), [(1, [1]), (4, [4]), (12, [12]), (32, [16, 2]), (96, [96]), (576, [16, 36])]
+)
+def test_a_rotation_in_factors_is_a_signed_hadamard_matrix(size: int, orders: list[int]) -> None:
     rotation = signed_rotation(size, torch.Generator().manual_seed(7))
-    assert max(factor.shape[0] for factor in rotation.factors) <= 36
+    assert [factor.shape[0] for factor in rotation.factors] == orders
     dense = rotation.turn(torch.eye(size, dtype=torch.float64))
     assert (dense @ dense.T - torch.eye(size, dtype=torch.float64)).abs().max() < 1e-13
     assert (dense.abs() - size**-0.5).abs().max() < 1e-14

@@ -249,4 +249,5 @@ def test_mixed_plans_run_packed_and_simulated(family: str, text: str, tmp_path: 
     assert 0 < error < 0.2
     assert (found.log_softmax(-1) - expected).abs().mean() < 0.02 * error
     cache = PackedKVCache(reader.blueprint.config, plan, 3, 97)
+    cache.reserve(97)
     assert cache.packed_bytes == pytest.approx(plan.bytes_at(3, 97), rel=0.001)

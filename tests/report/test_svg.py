@@ -131,7 +131,7 @@ def test_kl_bars_and_marks() -> None:
     assert '<rect class="bar" x="190.5" y="73.7" width="137" height="146.3">' in drawing
     assert '<line class="quantile q1" x1="190" x2="190" y1="32" y2="220"/>' in drawing
     # p99 is at the right edge: its label goes to the left of its line
-    assert '<text class="strong" x="324" y="54" text-anchor="end">p99 10.0</text>' in drawing
+    assert '<text class="strong over" x="324" y="54" text-anchor="end">p99 10.0</text>' in drawing
 
 
 @pytest.mark.parametrize(
