@@ -9,7 +9,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.hessian import GRID_FLOOR
 from qwen_quantize.calibrators.observers import InputStatistics, TokenSample
 from qwen_quantize.calibrators.pair_scaling import expand_tied
 
@@ -58,7 +57,7 @@ def search_awq(
     *,
     sampled_weights: int | None = SAMPLED_WEIGHTS,
     least_gain: float = LEAST_GAIN,
-    floor: float = GRID_FLOOR,
+    floor: float = 0.0,
     rows_together: int = 1,
     diagonal: bool = True,
     remaining: Tensor | None = None,
@@ -75,9 +74,9 @@ def search_awq(
     None for its own. sampled_weights: how many of all readers the error is measured on, None for all; rows are taken
     `rows_together` at a time (the height of the region that shares a scale) and evenly spread. diagonal: leave
     out what errors of two features do together, which from few rows is mostly noise; every feature's square then
-    grows by `floor` of the median one, as under the Hessian: other text may use what this one hardly does. remaining:
-    [K] float32, what a squared error in each column counts once those after it make up for it, where the rounding
-    that follows compensates; a feature's square is then the geometric mean of this and its own. rounding_error: of
+    grows by `floor` of the median one, as under the Hessian, which spares what other text may use. remaining: [K]
+    float32, what a squared error in each column counts once those after it make up for it, where the rounding that
+    follows compensates; a feature's square is then the geometric mean of this and its own. rounding_error: of
     `round_weight`, where that is quicker to have than the rounded weight and no region with a scale spans two rows;
     for `diagonal`.
     """
