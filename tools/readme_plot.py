@@ -166,7 +166,7 @@ def drawing(record: Mapping[str, Any]) -> str:
     parts.append(marker(Shape.RING, 10, 35, 0))
     parts.append(text(20, 39, "other tools"))
     parts.append(
-        text(_PANELS[0][0], 19, "Further left: more accurate. Further down: more bytes.", class_="label")
+        text(_PANELS[0][0], 19, f"{record['model'].split(' (')[0]}; further left is better", class_="label")
     )
     y = _TOP
     for task in tasks:

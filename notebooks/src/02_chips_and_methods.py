@@ -26,10 +26,10 @@ METHODS = {
     "hif8": ("--quant-method hif8", "hif8", "HiF8 × HiF8"),
     "w4a8": ("--quant-method w4a8", "w4a8", "INT8 × INT8, stored in bytes"),
     "mxfp6": ("--quant-method mxfp6", "mxfp6", "E2M3 × E2M3, MX"),
-    "awq_v2": ("--quant-method awq_v2", "w4a16", "16 bit × 16 bit"),
-    "awq": ("--quant-method awq", "w4a16", "16 bit × 16 bit"),
-    "gptq": ("--quant-method gptq", "w4a16", "16 bit × 16 bit"),
-    "rtn": ("--quant-method rtn --scheme w4a16", "w4a16", "16 bit × 16 bit"),
+    "awq_v2": ("--quant-method awq_v2", "w4a16", "16 bit × 16 bit, stored in 4"),
+    "awq": ("--quant-method awq", "w4a16", "16 bit × 16 bit, stored in 4"),
+    "gptq": ("--quant-method gptq", "w4a16", "16 bit × 16 bit, stored in 4"),
+    "rtn": ("--quant-method rtn --scheme w4a16", "w4a16", "16 bit × 16 bit, stored in 4"),
     "nvfp4": ("--quant-method nvfp4", "nvfp4", "E2M1 × E2M1, E4M3 scales"),
     "mxfp4": ("--quant-method mxfp4", "mxfp4", "E2M1 × E2M1, MX"),
 }
@@ -96,13 +96,13 @@ plot.step(*zip(*corners, strict=True), where="post", color="black", linestyle="-
 plot.set_yscale("log")
 plot.set(
     xlabel=word(
-        "bits per weight, scales included (further left: smaller, faster)",
-        "每个权重的位数，含缩放因子（越左越小、越快）",
+        "bits per weight, scales included (further left: smaller)",
+        "每个权重的位数，含缩放因子（越左越小）",
     ),
     ylabel=word("mean KL divergence, nats (lower: more accurate)", "平均 KL 散度，nat（越低越准）"),
     title=word(
-        "Take a filled mark: no other method is both smaller and as accurate",
-        "选实心点：没有更小且同样准确的方法",
+        "Take a filled mark that your chip supports: nothing of its size or less is as accurate",
+        "选芯片支持的实心点：没有同样大小或更小而同样准确的方法",
     ),
 )
 plot.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
@@ -132,7 +132,7 @@ figure, plot = plt.subplots(figsize=(9, 3.8), layout="constrained")
 for at, bits in enumerate(KINDS):
     speeds = [1e9 * found.value * 8 / (WEIGHTS * bits) for found in bandwidths.values()]
     places = [number + 0.2 * (at - 1.5) for number in range(len(CHIPS))]
-    bars = plot.bar(places, speeds, 0.18, label=word(f"{bits:.1f} bits", f"{bits:.1f} 位"), **bar_look(at))
+    bars = plot.bar(places, speeds, 0.18, label=word(f"{bits:.2f} bits", f"{bits:.2f} 位"), **bar_look(at))
     plot.bar_label(bars, fmt="%.0f", fontsize=8)
 plot.set_xticks(
     range(len(CHIPS)),
@@ -144,8 +144,8 @@ plot.set_xticks(
 plot.set(
     ylabel=word("tokens/s for one user, at most", "单用户 tokens/s 上限"),
     title=word(
-        "Fewer bits, more tokens: bound by memory bandwidth, 8 billion weights",
-        "位数越少，词元越多：内存带宽上限，80 亿权重",
+        "Fewer bits, more tokens: calculated from memory bandwidth, not measured; 8 billion weights",
+        "位数越少，词元越多：由内存带宽算出的上限，未实测；80 亿权重",
     ),
 )
 plot.legend(title=word("weights of", "权重"))
@@ -191,7 +191,8 @@ taken = {}
 for plot, chip in zip(plots, CHIPS, strict=True):
     for at, method in enumerate(order):
         if (chip, method) not in rows:
-            plot.text(1.15 * low, at, word("ruled out", "不支持"), va="center", fontsize=8, color="0.35")
+            words = word("ruled out", "不支持")
+            plot.text(0.87 * high, at, words, ha="right", va="center", fontsize=8, color="0.35")
             continue
         firm = ALLOWED[chip, method] is Legality.ALLOWED
         kl = rows[chip, method]["kl_mean"]
@@ -234,9 +235,10 @@ plots[0].invert_yaxis()
 figure.suptitle(
     word(
         "Take the ringed method: upper ring for accuracy (8 bits), lower ring for size and one user's speed (4 bits)\n"
-        "● documents allow it   ○ no document says      further left is more accurate (small embedded model)",
+        "● documents allow it   ○ no document says   ruled out: documents say no      further left is more accurate"
+        " (the small model that comes with the package)",
         "选带圈的方法：上圈求准确（8 位），下圈求小和单用户速度（4 位）\n"
-        "● 文档允许   ○ 无公开文档      越左越准（内置小模型）",
+        "● 文档允许   ○ 无公开文档   不支持：文档排除      越左越准（随包附带的小模型）",
     )
 )
 show(
