@@ -63,10 +63,11 @@ def _four_bit(task: Task) -> list[Row]:
         Row(task, "llmcompressor", "rtn", False, flags),
         Row(task, "llmcompressor", "gptq", True, flags),
         Row(task, "llmcompressor", "awq", True, flags),
-        Row(task, "autoround", "w4a16-0", True, flags),
+        # With zero points its weights are the same whatever the text: plain rounding.
+        Row(task, "autoround", "w4a16-0", not task.asymmetric, flags),
         Row(task, "autoround", "w4a16-neuqi", True, flags),
         Row(task, "autoround", "w4a16-awq", True, flags),
-        Row(task, "autoround", "w4a16-awqclip", True, flags),
+        Row(task, "autoround", "w4a16-awqclip", True, flags, slow=True),
         Row(task, "autoround", "w4a16-50", True, flags, slow=True),
         Row(task, "autoround", "w4a16-200", True, flags, slow=True),
         Row(task, "gptqmodel", "gptq", True, flags),
