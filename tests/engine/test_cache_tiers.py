@@ -249,7 +249,8 @@ print(json.dumps({"short": short, "long": growth(32766), "planned": [
     model.plan_cache(1, 32768, plan, CacheOptions(memory)).memory,
     model.plan_cache(1, 32768, plan, CacheOptions(memory)).file]}))
 """
-WORKING_BYTES = 48 * 2**20  # one chunk of 512 tokens on its way through a layer, whatever the context
+# One chunk of 512 tokens on its way through a layer, and what malloc keeps between pages: 26 to 69 MB, by the threads.
+WORKING_BYTES = 80 * 2**20
 
 
 @pytest.mark.slow
@@ -269,5 +270,5 @@ def test_32k_tokens_take_the_memory_that_was_planned(scheme: str, memory: int) -
     assert (in_file > 0) == (memory > 0)
     assert memory == 0 or planned <= memory
     assert grown < 1.1 * planned + WORKING_BYTES
-    if planned > 2 * WORKING_BYTES:
+    if planned > WORKING_BYTES:
         assert grown > 0.9 * planned  # or nothing was measured
