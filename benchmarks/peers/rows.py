@@ -31,7 +31,7 @@ TASKS = (SYMMETRIC, ASYMMETRIC, W8A8, FP8, MXFP4, MXFP8)
 class Row:
     """One run. tool: OURS, or the name of an environment; method: as its script or our command line has it.
 
-    calibrated: it reads the calibration text. slow: it runs only when asked for.
+    calibrated: it reads the calibration text. slow: it runs only when asked for, for it takes many minutes or hours.
     """
 
     task: Task
@@ -56,9 +56,8 @@ def _four_bit(task: Task) -> list[Row]:
         Row(task, OURS, method, method != "rtn", ("--quant-method", method, *flags))
         for method in ("rtn", "gptq", "awq", "awq_v2")
     ]
-    ours.append(
-        Row(task, OURS, "awq_v2 high", True, ("--quant-method", "awq_v2", "--effort", "high", *flags))
-    )
+    high = ("--quant-method", "awq_v2", "--effort", "high", *flags)
+    ours.append(Row(task, OURS, "awq_v2 high", True, high, slow=True))
     peers = [
         Row(task, "llmcompressor", "rtn", False, flags),
         Row(task, "llmcompressor", "gptq", True, flags),

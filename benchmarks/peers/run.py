@@ -211,7 +211,7 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cpu", help="the chip that our rows are made for")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for one row")
-    parser.add_argument("--slow", action="store_true", help="the rows that take hours, too")
+    parser.add_argument("--slow", action="store_true", help="the rows that take many minutes or hours, too")
     parser.add_argument("--again", action="store_true", help="try again what could not run before")
     parser.add_argument("--keep", action="store_true", help="keep the weights that the rows made")
     parser.add_argument(
