@@ -110,7 +110,7 @@ def _peers(say: Language, found: Any) -> str:
             [
                 *start,
                 f"{row['seconds']:.0f}",
-                f"{row['cpu_seconds']:.0f}",
+                f"{row['cpu_seconds']:.0f}" if "cpu_seconds" in row else "–",
                 f"{row['peak_memory_bytes'] / 2**20:.0f} MiB",
                 *(f"{100 * text['rise']:+.1f} % ± {100 * text['rise_standard_error']:.1f}" for text in texts),
                 *(f"{text['kl_mean']:.4f}" for text in texts),

@@ -71,8 +71,8 @@ def _rise(records: Sequence[Record], task: Task, texts: Sequence[str]) -> dict[s
 def _cost(records: Sequence[Record], task: Task, field: str) -> dict[str, Any]:
     """awq's cost against that of the calibrated peer that is fastest."""
     line = f"{task.name}: {field} of awq at most {COST_SHARE} of the fastest calibrated peer's"
-    awq = [r for r in _of(records, task, True) if r["method"] == "awq"]
-    peers = [r for r in _of(records, task, False) if r["calibrated"]]
+    awq = [r for r in _of(records, task, True) if r["method"] == "awq" and field in r]
+    peers = [r for r in _of(records, task, False) if r["calibrated"] and field in r]
     if not awq or not peers:
         return _missing(line, "awq" if not awq else "a calibrated peer")
     fastest = min(peers, key=lambda r: float(r["seconds"]))
