@@ -175,7 +175,8 @@ def for_a_test(line: str) -> str:
     line = re.sub(r"--max-tokens \d+", "--max-tokens 512", line)
     inner = line.split()[1]
     if inner == "eval" or (inner == "regress" and ".safetensors" not in line):
-        line += "" if "--max-tokens" in line else " --max-tokens 512"
+        few = "--limit 4" if "--tasks" in line else "--max-tokens 512"
+        line += "" if few.split()[0] in line else f" {few}"
     elif "--from " in line:
         line += " --overwrite"
     elif "--output-path" in line or "--collect" in line:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
-SECONDS = 300  # of a cell, and what a whole notebook may take
+SECONDS = 900  # of a cell: minutes on two free cores, and a loaded machine is no fault of a notebook
 Notebook = dict[str, Any]
 
 
