@@ -1,13 +1,13 @@
 """Peers side by side: the same model, calibration windows, texts and machine; time, memory, size, perplexity, KL.
 
-    python benchmarks/peers/run.py [--json] [--only WORD]... [--slow] [--trial] [--folder build/peers]
+    python benchmarks/peers/run.py [--json] [--only WORD]... [--slow] [--kept] [--trial]
+                                   [--folder build/peers]
 
 Each row runs in a process of its own, peers in a virtual environment of their own, and leaves a JSON in FOLDER/rows;
 what is there is not run again. A row that cannot run says why. `seconds` is time on the clock, `cpu_seconds` that of
-all threads together, which other work on the machine changes little; ours hold the whole process, a peer's only its
-call that quantizes. The weights that a peer made are read as float32 and
-measured by this package's engine, activations cast alike for all. --json prints rows and summary, for
-benchmarks/results/peers.json.
+all threads together, which other work on the machine changes less; ours hold the whole process, a peer's only its
+call that quantizes. The weights that a peer made are read as float32 and measured by this package's engine,
+activations cast alike for all. --json prints rows and summary, for benchmarks/results/peers.json.
 """
 
 from __future__ import annotations
@@ -213,6 +213,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for one row")
     parser.add_argument("--slow", action="store_true", help="the rows that take many minutes or hours, too")
     parser.add_argument("--again", action="store_true", help="try again what could not run before")
+    parser.add_argument("--kept", action="store_true", help="only rows that were measured before")
     parser.add_argument("--keep", action="store_true", help="keep the weights that the rows made")
     parser.add_argument(
         "--trial", action="store_true", help="two layers and four windows: do the scripts work?"
@@ -220,8 +221,10 @@ def main() -> int:
     options = parser.parse_args()
     options.folder = options.folder.resolve()
     inputs = prepare(options.real_model, options.folder, options.tokens, options.trial)
-    wanted = [row for row in ROWS if options.slow or not row.slow]
+    wanted = [row for row in ROWS if options.slow or options.kept or not row.slow]
     wanted = [row for row in wanted if all(word in row.name for word in options.only)]
+    if options.kept:
+        wanted = [row for row in wanted if (options.folder / "rows" / f"{row.folder}.json").is_file()]
     records = all_rows(wanted, inputs, options)
     found = summary(records)
     if options.json:
