@@ -74,3 +74,7 @@ def test_a_stale_figure_is_noticed(tmp_path: Path) -> None:
     assert readme_plot.main([*asked, "--check"]) == 0
     figure.write_text(figure.read_text(encoding="utf-8").replace("5.0", "4.0"), encoding="utf-8")
     assert readme_plot.main([*asked, "--check"]) == 1
+
+
+def test_the_figure_is_fresh() -> None:
+    assert readme_plot.main(["--check"]) == 0, "run `python tools/readme_plot.py`"

@@ -175,6 +175,7 @@ def all_rows(rows: Sequence[Row], inputs: Inputs, options: argparse.Namespace) -
                 measure = evaluator(inputs.model, inputs.windows)
             record = {**run_row(row, inputs, options, measure), "inputs": digest}
             path.write_text(json.dumps(record, indent=1) + "\n")
+        record["calibrated"] = row.calibrated  # of the row, not measured
         print(_line(record), file=sys.stderr, flush=True)
         records.append(record)
     return records
