@@ -84,7 +84,7 @@ def search_awq(
     size = feature_size(statistics)
     if remaining is not None:
         size = _floored((size * remaining.sqrt()).sqrt())
-    elif diagonal:
+    elif diagonal and floor > 0:
         size = (size.square() + floor * size.square().median()).sqrt()
     moments = (size.square(),) if diagonal else second_moments(statistics)
     weight_size = torch.stack([weight.square().mean(dim=0) for weight in weights]).mean(dim=0).sqrt()

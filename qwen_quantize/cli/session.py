@@ -47,7 +47,7 @@ def use_threads(threads: int | None) -> None:
 def keep_freed_memory() -> None:
     """Have glibc keep up to 64 MiB that were freed, for the next tensors; other C libraries go on as they do.
 
-    Handing the pages of every intermediate tensor back and faulting them in again took a tenth of a calibrated run.
+    Otherwise the pages of every intermediate tensor are handed back and faulted in again.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
