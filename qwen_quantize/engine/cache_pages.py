@@ -147,6 +147,13 @@ class Tiers:
     stride: int
 
 
+def tiers_of(plan: CachePlan, stride: int, options: CacheOptions) -> Tiers | None:
+    """The file that a plan asks for, open; None where all pages stay in memory."""
+    if plan.resident is None:
+        return None
+    return Tiers(plan.resident, SpillFile(plan.file, options.folder), stride)
+
+
 class Pages(Generic[Room]):
     """The pages of one tensor. make: room for so many tokens; tensors_of: the contiguous tensors of a room.
 

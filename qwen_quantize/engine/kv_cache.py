@@ -15,9 +15,8 @@ from qwen_quantize.engine.cache_pages import (
     CacheOptions,
     CachePlan,
     Pages,
-    SpillFile,
-    Tiers,
     plan_pages,
+    tiers_of,
 )
 from qwen_quantize.models.config import ModelConfig
 
@@ -214,9 +213,7 @@ class KVCache(TokenCache):
 
         each = [4 * batch * heads * options.page_tokens * dim for dim in (key_dim, value_dim)]
         stride, layers = sum(each) * len(self._rows), range(len(self._rows))
-        self.tiers = None
-        if self.planned.resident is not None:
-            self.tiers = Tiers(self.planned.resident, SpillFile(self.planned.file, options.folder), stride)
+        self.tiers = tiers_of(self.planned, stride, options)
 
         def pages(make: Callable[[int], Tensor], place: int) -> Pages[Tensor]:
             return Pages(make, lambda room: [room], capacity, options.page_tokens, self.tiers, place)

@@ -18,9 +18,8 @@ from qwen_quantize.engine.cache_pages import (
     CacheOptions,
     CachePlan,
     Pages,
-    SpillFile,
-    Tiers,
     plan_pages,
+    tiers_of,
 )
 from qwen_quantize.engine.kv_cache import Columns, Context, TokenCache, planned_side_bytes
 from qwen_quantize.formats.kv_codec import PackedPart, to_half
@@ -134,9 +133,7 @@ class PackedKVCache(TokenCache):
         tokens = plan.quantized_count(capacity)
         tensors = [tensor for layer in plan.attention_layers for tensor in (layer.keys, layer.values)]
         sizes = [sum(part.nbytes for part in tensor.empty(batch, options.page_tokens)) for tensor in tensors]
-        tiers = None
-        if self.planned.resident is not None:
-            tiers = Tiers(self.planned.resident, SpillFile(self.planned.file, options.folder), sum(sizes))
+        tiers = tiers_of(self.planned, sum(sizes), options)
         places = iter([sum(sizes[:before]) for before in range(len(sizes))])
 
         def packed(tensor: KvTensor) -> _PackedTensor:

@@ -26,7 +26,14 @@ from qwen_quantize.formats.kv_scheme import KvScheme
 from qwen_quantize.models.blueprint import Stream
 from qwen_quantize.models.config import ModelConfig
 from qwen_quantize.pipeline.hidden import HiddenStates, window_ranges
-from qwen_quantize.pipeline.kv_observe import LayerLook, Progress, Room, states_of
+from qwen_quantize.pipeline.kv_observe import (
+    LayerLook,
+    Progress,
+    Room,
+    run_through,
+    states_of,
+    write_embedded,
+)
 from qwen_quantize.pipeline.memory import HEAD_ROWS
 
 
@@ -50,15 +57,9 @@ def observe_gradient(
     rotary = LayerRotary(config)  # the reader's may come from inference mode, which has no way back
     found: dict[int, KvStatistics] = {}
     with states_of(windows, config, room.folder) as states, states_of(windows, config, room.folder) as slopes:
-        with states.writing(0) as writer:
-            for begin, end in batches:
-                writer.append(model.embed(windows[begin:end]))
+        write_embedded(model, windows, states, batches)
         for index in range(model.num_layers):
-            model.open_layer(index)
-            with states.writing(index + 1) as writer:
-                for begin, end in batches:
-                    writer.append(model.run_layer(states.read(index, begin, end)))
-            model.close_layer()
+            run_through(model, index, states, batches)
         _begin_at_the_head(StreamedModel(reader, chip), states, slopes)
         for index in reversed(range(model.num_layers)):
             look = LayerLook(reader, index, windows.shape[1], scheme, chip)

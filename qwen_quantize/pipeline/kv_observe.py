@@ -28,7 +28,7 @@ from qwen_quantize.engine.context_attention import visible
 from qwen_quantize.engine.latent_attention import project_latent
 from qwen_quantize.engine.layer import Layer, rms_norm
 from qwen_quantize.engine.load import ModelReader
-from qwen_quantize.engine.rotary import rotate_back
+from qwen_quantize.engine.rotary import rotate, rotate_back
 from qwen_quantize.engine.streamed import StreamedModel
 from qwen_quantize.formats.kv_scheme import KvElement, KvKind, KvScheme
 from qwen_quantize.models.blueprint import Half, Stream
@@ -69,9 +69,7 @@ def observe(
     batches = window_ranges(windows.shape[0], room.windows)
     found: dict[int, KvStatistics] = {}
     with states_of(windows, config, room.folder) as states:
-        with states.writing(0) as writer:
-            for begin, end in batches:
-                writer.append(model.embed(windows[begin:end]))
+        write_embedded(model, windows, states, batches)
         for index in range(model.num_layers):
             if not config.is_delta(index):
                 look = LayerLook(reader, index, windows.shape[1], scheme, chip)
@@ -83,13 +81,29 @@ def observe(
             progress("key-value cache", index + 1, model.num_layers)
             if index + 1 == model.num_layers:
                 break
-            model.open_layer(index)
-            with states.writing(index + 1) as writer:
-                for begin, end in batches:
-                    writer.append(model.run_layer(states.read(index, begin, end)))
-            model.close_layer()
+            run_through(model, index, states, batches)
             states.remove(index)
     return found
+
+
+def write_embedded(
+    model: StreamedModel, windows: Tensor, states: HiddenStates, batches: Sequence[tuple[int, int]]
+) -> None:
+    """Write what the first layer reads of windows [n, T]."""
+    with states.writing(0) as writer:
+        for begin, end in batches:
+            writer.append(model.embed(windows[begin:end]))
+
+
+def run_through(
+    model: StreamedModel, index: int, states: HiddenStates, batches: Sequence[tuple[int, int]]
+) -> None:
+    """Write what the layer behind this one reads, from what this one reads."""
+    model.open_layer(index)
+    with states.writing(index + 1) as writer:
+        for begin, end in batches:
+            writer.append(model.run_layer(states.read(index, begin, end)))
+    model.close_layer()
 
 
 def _generator(layer: int, window: int) -> torch.Generator:
@@ -147,17 +161,19 @@ class LayerLook:
             )
             self._sides[0].add(own.latent.unsqueeze(1), latent_derivative(latents, direction).unsqueeze(1))
         else:
-            grouped = project_grouped(normed, self._layer, self._index, blueprint, rotary)
-            sample = AttentionSample(grouped.query, grouped.key, grouped.value, self._sight, grouped.gate)
+            grouped = project_grouped(
+                normed, self._layer, self._index, blueprint, rotary, rotate_keys=not self._unrotated
+            )
+            turn, interleaved = (
+                rotary.slice(self._index, 0, stream.shape[1]),
+                blueprint.config.rope.interleaved,
+            )
+            read = rotate(grouped.key, *turn, interleaved) if self._unrotated else grouped.key
+            sample = AttentionSample(grouped.query, read, grouped.value, self._sight, grouped.gate)
             by_key, by_value = derivatives(sample, direction)
-            key = grouped.key
             if self._unrotated:
-                turn = rotary.slice(self._index, 0, stream.shape[1])
-                by_key = rotate_back(by_key, *turn, blueprint.config.rope.interleaved)
-                key = project_grouped(
-                    normed, self._layer, self._index, blueprint, rotary, rotate_keys=False
-                ).key
-            self._sides[0].add(key, by_key)
+                by_key = rotate_back(by_key, *turn, interleaved)
+            self._sides[0].add(grouped.key, by_key)
             self._sides[1].add(grouped.value, by_value)
         self._stream += float(stream.square().sum(dim=-1).mean()) * stream.shape[0]
         self._windows += stream.shape[0]
