@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -256,11 +257,18 @@ def test_what_is_cached_is_read_from_the_cache(tmp_path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         assert direct_io._is_cached(file.fileno(), 1 << 20)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if direct_io._is_cached(file.fileno(), 1 << 20):
+        forgets = False
+        for _ in range(20):  # the system forgets when it likes: other processors may hold pages a while
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if not direct_io._is_cached(file.fileno(), 1 << 20):
+                read_range(path, 0, 4 << 20)
+                if not direct_io._is_cached(file.fileno(), 3 << 20):  # and does not go there when it was not
+                    return
+                forgets = True
+            time.sleep(0.05)
+        if not forgets:
             pytest.skip("this file system keeps what it is told to forget")
-        read_range(path, 0, 4 << 20)
-        assert not direct_io._is_cached(file.fileno(), 3 << 20)  # and does not go there when it was not
+        pytest.fail("a range that was not cached is cached after it was read, every time")
 
 
 def test_aligned_bytes() -> None:
