@@ -130,7 +130,7 @@ def over_windows(difference: Tensor, window: int) -> float:
 def measure(case: Case, arithmetic: str, seed: int, samples: int, plain: Path) -> dict[str, Any]:
     """One cell; `plain`: the folder of the model that was calibrated for the chip as it is."""
     plan = plan_for(case, ARITHMETICS[arithmetic], seed, samples)
-    chip = plan.chip_compute()
+    chip = plan.principal.chip_compute()
     with tempfile.TemporaryDirectory() as work:
         aware = Path(work) / "aware"
         calibrated(case, plan, aware)
