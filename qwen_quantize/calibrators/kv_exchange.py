@@ -45,7 +45,7 @@ class SideDamage:
         """widths: int64 [units], indices into the side's elements."""
         if self.side.sample is None:
             return float(self.side.units.costs.gather(1, widths.unsqueeze(1)).sum())
-        return self._scale * sum(self._part(width, widths == width) for width in widths.unique().tolist())
+        return self._scale * sum(self._part(width, widths == width) for width in set(widths.tolist()))
 
     def _part(self, width: int, units: Tensor) -> float:
         key = (width, units.numpy().tobytes())

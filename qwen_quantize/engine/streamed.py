@@ -96,7 +96,11 @@ class StreamedModel:
         attended = torch.empty_like(hidden)
         routings: list[Routing] = []
         visited = self._experts.get(index)
-        given = itertools.repeat(None) if visited is None else iter(visited.split(windows * hidden.shape[1]))
+        given = (
+            itertools.repeat(None)
+            if visited is None
+            else iter(torch.split(visited, windows * hidden.shape[1]))
+        )
         for source, target in _batches(windows, hidden, attended):
             target.copy_(run_attention(source, layer, index, blueprint, rotary, self._kv_cache))
             normed = mlp_input(target, layer, blueprint).flatten(0, 1)
