@@ -13,8 +13,10 @@ many channels of each width in each layer's keys and values as the mixed one, ch
 they are worth. Where the mixed cache waits for longer spans of tokens, the uniform one keeps as many more of the newest
 tokens in 16 bits as that takes. Differences to the mixed cache are those of the same tokens, with their standard errors
 over windows; `mixed_closer` is the share of tokens whose predictions the mixed cache leaves closer to the exact ones,
-which says more than a mean where a few tokens visit other experts. `foretold` is the divergence that an allocation by
-the gradient's squares expects of its choice.
+which says more than a mean where a few tokens visit other experts. Of a model with experts `same_experts` has all of
+this once more with every token sent to the experts of the unquantized cache's run: an error that is too small to send
+a token elsewhere then still counts, and the few tokens that any error sends elsewhere do not drown all others.
+`foretold` is the divergence that an allocation by the gradient's squares expects of its choice.
 
 A row or contest is written to benchmarks/results/kv_cache.json as soon as it is measured, and is not measured again;
 --minutes ends the run early. A model is `embedded:dense`, `embedded:moe` or a path. The embedded ones use the shipped
@@ -35,8 +37,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.kv_cache import MixedSide, allocate, mixed_sides, plan_of_choice
+from qwen_quantize.calibrators.kv_cache import allocate, plan_of_choice
+from qwen_quantize.calibrators.kv_exchange import expected_damage
 from qwen_quantize.calibrators.kv_plans import KvFindings, KvRange, uniform_plan
+from qwen_quantize.calibrators.kv_sides import MixedSide, mixed_sides
 from qwen_quantize.calibrators.kv_statistics import KvStatistics
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.embedded import calibration_text_path, embedded_by_name, heldout_text_path
@@ -139,27 +143,48 @@ class Predictions:
     divergence: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LastStates:
+    """What the head reads for each prediction, and by sparse layer the experts that each token visited."""
+
+    rows: Tensor
+    experts: dict[int, Tensor]
+
+
 @torch.inference_mode()
-def last_states(reader: ModelReader, plan: KvPlan | None, windows: Tensor) -> Tensor:
-    """What the head reads for each prediction, one window at a time inside each layer."""
-    model = StreamedModel(reader, None, plan)
-    hidden = model.embed(windows)
+def last_states(
+    reader: ModelReader, plan: KvPlan | None, windows: Tensor, experts: dict[int, Tensor] | None = None
+) -> LastStates:
+    """experts: those that every token shall visit; without, the routers choose."""
+    model = StreamedModel(reader, None, plan, experts)
+    hidden, visited = model.embed(windows), {}
     for index in range(model.num_layers):
         model.open_layer(index)
         hidden = model.run_layer(hidden)
-    return rows_to_score(hidden)
+        if model.last_routing is not None:
+            visited[index] = model.last_routing
+    return LastStates(rows_to_score(hidden), visited)
 
 
 @torch.inference_mode()
-def predictions(reader: ModelReader, plan: KvPlan | None, windows: Tensor, exact: Tensor) -> Predictions:
-    """exact: `last_states` of the unquantized cache."""
-    rows, targets = exact if plan is None else last_states(reader, plan, windows), targets_of(windows)
+def predictions(
+    reader: ModelReader,
+    plan: KvPlan | None,
+    windows: Tensor,
+    exact: LastStates,
+    experts: dict[int, Tensor] | None = None,
+) -> Predictions:
+    """exact: `last_states` of the unquantized cache. experts: as `last_states` takes them."""
+    states, targets = (
+        exact if plan is None else last_states(reader, plan, windows, experts),
+        targets_of(windows),
+    )
     model = StreamedModel(reader)
     model.open_head()
     loss, divergence = [], []
-    for at in range(0, rows.shape[0], _ROWS):
+    for at in range(0, states.rows.shape[0], _ROWS):
         part = slice(at, at + _ROWS)
-        ours, theirs = (model.log_probabilities(one[part]) for one in (rows, exact))
+        ours, theirs = (model.log_probabilities(one.rows[part]) for one in (states, exact))
         loss.append(token_nll(ours, targets[part]))
         divergence.append(token_kl(theirs, ours))
     return Predictions(torch.cat(loss), torch.cat(divergence))
@@ -225,10 +250,7 @@ def mixed_and_blind(
     sides = mixed_sides(scheme, config, statistics.of(scheme))
     assert scheme.bits is not None
     chosen = allocate(sides, scheme.bits)
-    damage = sum(
-        float(side.units.costs.gather(1, widths.unsqueeze(1)).sum())
-        for side, widths in zip(sides, chosen, strict=True)
-    )
+    damage = expected_damage(sides, chosen)
     plans = [plan_of_choice(scheme, config, sides, one) for one in (chosen, blind(sides, chosen))]
     return plans[0], plans[1], damage
 
@@ -285,25 +307,42 @@ def contest_plans(
     return found
 
 
+def over_mixed(other: Predictions, mixed: Predictions, tokens: int) -> dict[str, float]:
+    """By how much a cache is worse than the mixed one, and how often; windows of `tokens` predictions."""
+    found: dict[str, float] = {}
+    for name, values in (
+        ("kl_over_mixed", other.divergence - mixed.divergence),
+        ("mixed_closer", (mixed.divergence < other.divergence).double()),
+        ("loss_over_mixed", other.loss - mixed.loss),
+    ):
+        found[name], found[f"{name}_standard_error"] = mean_and_error(values, tokens)
+    return found
+
+
 def contest_of(
-    case: Case, reader: ModelReader, contest: Contest, exact: Tensor, statistics: Statistics
+    case: Case, reader: ModelReader, contest: Contest, exact: LastStates, statistics: Statistics
 ) -> dict[str, Any]:
     config, size = reader.blueprint.config, case.windows.shape[1]
     reference = predictions(reader, None, case.windows, exact).loss
     plans = contest_plans(contest.group, contest.rest, config, statistics)
     seen = {name: predictions(reader, plan, case.windows, exact) for name, (_, plan) in plans.items()}
+    pinned = {}
+    if exact.experts:
+        pinned = {
+            name: predictions(reader, plan, case.windows, exact, exact.experts)
+            for name, (_, plan) in plans.items()
+        }
     sides: dict[str, Any] = {}
     for name, (words, plan) in plans.items():
         row = row_of(case, words, plan, seen[name], reference, config)
         if name != "mixed":
-            divergence, loss = (
-                seen[name].divergence - seen["mixed"].divergence,
-                seen[name].loss - seen["mixed"].loss,
-            )
-            row["kl_over_mixed"], row["kl_over_mixed_standard_error"] = mean_and_error(divergence, size - 1)
-            closer = (seen["mixed"].divergence < seen[name].divergence).double()
-            row["mixed_closer"], row["mixed_closer_standard_error"] = mean_and_error(closer, size - 1)
-            row["loss_over_mixed"], row["loss_over_mixed_standard_error"] = mean_and_error(loss, size - 1)
+            row |= over_mixed(seen[name], seen["mixed"], size - 1)
+        if pinned:
+            divergence, spread = mean_and_error(pinned[name].divergence, size - 1)
+            same = {"kl": divergence, "kl_standard_error": spread}
+            if name != "mixed":
+                same |= over_mixed(pinned[name], pinned["mixed"], size - 1)
+            row["same_experts"] = same
         sides[name] = {key: value for key, value in row.items() if key not in ("model", "window", "tokens")}
     foretold = plans["mixed"][1].notes
     return {
@@ -397,6 +436,15 @@ def _line(model: str, row: dict[str, Any]) -> str:
             f"  over mixed: {1e6 * row['kl_over_mixed']:+8.2f}e-6 +- {1e6 * row['kl_over_mixed_standard_error']:.2f} "
             f"{1e6 * row['loss_over_mixed']:+8.2f}e-6 +- {1e6 * row['loss_over_mixed_standard_error']:.2f}"
         )
+    if "same_experts" in row:
+        same = row["same_experts"]
+        text += f"\n{'':16} {'  with the same experts':44} KL {1e6 * same['kl']:8.2f}e-6 +- "
+        text += f"{1e6 * same['kl_standard_error']:6.2f}"
+        if "kl_over_mixed" in same:
+            text += (
+                f" closer {same['mixed_closer']:.3f} +- {same['mixed_closer_standard_error']:.3f}  over mixed: "
+                f"{1e6 * same['kl_over_mixed']:+8.2f}e-6 +- {1e6 * same['kl_over_mixed_standard_error']:.2f}"
+            )
     return text
 
 

@@ -51,17 +51,22 @@ def _kv_cache(say: Language, found: Any) -> str:
             "KL, blind less mixed",
         )
     ]
-    rows = [
-        [
-            row["model"],
-            f"`{row['mixed']['scheme']}`",
-            f"{row['mixed']['measured_bytes']:,}",
-            _millionths(row["mixed"], "kl"),
-            *(_millionths(row[rival], "kl_over_mixed", "+") for rival in ("uniform", "blind")),
-        ]
-        for row in found["contests"]
-    ]
-    return f"{text}\n{say('kv_contest_words')}\n\n{table(head, rows)}"
+    rows = []
+    for row in found["contests"]:
+        words, size = f"`{row['mixed']['scheme']}`", f"{row['mixed']['measured_bytes']:,}"
+        rows.append([row["model"], words, size, *_contest(row)])
+        if "same_experts" in row["mixed"]:
+            same = {side: row[side]["same_experts"] for side in ("mixed", "uniform", "blind")}
+            rows.append([f"{row['model']}, {say('same experts')}", words, size, *_contest(same)])
+    text = f"{text}\n{say('kv_contest_words')}"
+    if any("same_experts" in row["mixed"] for row in found["contests"]):
+        text += f" {say('kv_same_experts_words')}"
+    return f"{text}\n\n{table(head, rows)}"
+
+
+def _contest(row: Any) -> list[str]:
+    over = (_millionths(row[rival], "kl_over_mixed", "+") for rival in ("uniform", "blind"))
+    return [_millionths(row["mixed"], "kl"), *over]
 
 
 def _millionths(row: Any, key: str, sign: str = "") -> str:

@@ -19,6 +19,8 @@ from torch import Tensor
 from qwen_quantize.formats.kv_codec import requantized, to_half
 from qwen_quantize.formats.kv_scheme import KvElement, KvScaling
 
+_SAMPLED = 1 << 17  # values of a layer's keys or values that are kept
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
@@ -63,16 +65,29 @@ class LatentSample:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TokenSample:
+    """Tokens drawn at random, [n, heads * channels] each.
+
+    values: float16, as they would be kept in full. squares: float32, of derivatives by them.
+    """
+
+    values: Tensor
+    squares: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SideStatistics:
     """Of one layer's keys, values or latents, means over tokens, [heads, channels] each.
 
     damages: what each element that was tried costs, in their order. largest: magnitudes. order: each head's channels
-    by rising size, the order in which those of like size can share scales; int64 [heads, channels].
+    by rising size, the order in which those of like size can share scales; int64 [heads, channels]. sample: where
+    channels of a token share scales.
     """
 
     damages: tuple[Tensor, ...]
     largest: Tensor
     order: Tensor
+    sample: TokenSample | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +114,10 @@ class SideObserver:
         self._largest = torch.zeros(())
         self._order = torch.zeros(0, dtype=torch.int64)
         self._windows = 0
+        self._shares = any(element.scaling is KvScaling.SLICE for element in self._elements)
+        self._sample: TokenSample | None = None
+        self._lots = torch.zeros(0)
+        self._generator = torch.Generator().manual_seed(0)
 
     def add(self, x: Tensor, derivative: Tensor) -> None:
         """x: stored values [B, heads, T, channels]; derivative: along a direction, by each of them."""
@@ -110,6 +129,19 @@ class SideObserver:
             found = x.shape[0] * self._damage(x, squares, element)
             self._damages[number] = self._damages[number] + found
         self._windows += x.shape[0]
+        if self._shares:
+            self._draw(x, squares)
+
+    def _draw(self, x: Tensor, squares: Tensor) -> None:
+        """Every token draws a lot, and the smallest ones stay: all tokens are as likely, however many there are."""
+        values, squares = (part.transpose(1, 2).flatten(2).flatten(0, 1) for part in (to_half(x), squares))
+        lots = torch.cat((self._lots, torch.rand(values.shape[0], generator=self._generator)))
+        if self._sample is not None:
+            values = torch.cat((self._sample.values, values))
+            squares = torch.cat((self._sample.squares, squares))
+        count = min(lots.shape[0], max(1, _SAMPLED // values.shape[1]))
+        self._lots, kept = lots.topk(count, largest=False)
+        self._sample = TokenSample(values[kept], squares[kept])
 
     def _damage(self, x: Tensor, squares: Tensor, element: KvElement) -> Tensor:
         if element.scaling is not KvScaling.SLICE:
@@ -123,7 +155,8 @@ class SideObserver:
         if self._windows == 0:
             raise ValueError("no text was seen")
         part = max(unit, 1e-30) * self._windows
-        return SideStatistics(tuple(found / part for found in self._damages), self._largest, self._order)
+        damages = tuple(found / part for found in self._damages)
+        return SideStatistics(damages, self._largest, self._order, self._sample)
 
 
 def damage(x: Tensor, squares: Tensor, element: KvElement) -> Tensor:

@@ -27,18 +27,24 @@ class Routing:
     weights: Tensor
 
 
-def route(x: Tensor, layer: Layer, index: int, blueprint: Blueprint) -> Routing:
-    """x: [N, hidden_size], the normed input of a sparse layer's MLP. Router logits are float32."""
+def route(
+    x: Tensor, layer: Layer, index: int, blueprint: Blueprint, indices: Tensor | None = None
+) -> Routing:
+    """x: [N, hidden_size], the normed input of a sparse layer's MLP. Router logits are float32.
+
+    indices: [N, k] int64, experts that are visited whatever the router prefers; it still weighs them.
+    """
     family, moe = blueprint.family, blueprint.sparse(index)
     assert moe is not None
     logits = functional.linear(x, layer.tensors[family.router])
     scores = logits.softmax(dim=-1) if moe.router is Router.SOFTMAX else logits.sigmoid()
-    worth = scores  # what experts are chosen by; they are weighed by their scores
-    if family.correction_bias is not None:
-        worth = scores + layer.tensors[family.correction_bias]
-    if moe.groups > 1:
-        worth = _within_best_groups(worth, moe)
-    indices = worth.topk(moe.experts_per_token, dim=-1).indices
+    if indices is None:
+        worth = scores  # what experts are chosen by; they are weighed by their scores
+        if family.correction_bias is not None:
+            worth = scores + layer.tensors[family.correction_bias]
+        if moe.groups > 1:
+            worth = _within_best_groups(worth, moe)
+        indices = worth.topk(moe.experts_per_token, dim=-1).indices
     weights = scores.gather(1, indices)
     if moe.normalise:
         total = weights.sum(dim=-1, keepdim=True)

@@ -6,7 +6,8 @@ outside, so that each is read once per layer however many windows there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -30,14 +31,22 @@ class StreamedModel:
 
     kv_plan: lets every query see what a decoder with such a key-value cache would.
 
+    experts: by sparse layer the experts that all tokens of a run visit, [tokens, k] int64, as `last_routing` was in
+    another run; without, the router chooses. What a small error does is smooth only where it sends no token elsewhere.
+
     last_routing: the experts that the open layer's last run chose, [tokens, k] int64, sorted in each row;
     None before it ran, and for a dense layer.
     """
 
     def __init__(
-        self, reader: ModelReader, chip: Compute | None = None, kv_plan: KvPlan | None = None
+        self,
+        reader: ModelReader,
+        chip: Compute | None = None,
+        kv_plan: KvPlan | None = None,
+        experts: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.reader = reader
+        self._experts: Mapping[int, Tensor] = {} if experts is None else experts
         self._kv_cache = None if kv_plan is None else SimulatedCache(kv_plan)
         self.chip = chip
         self.last_routing: Tensor | None = None
@@ -85,11 +94,17 @@ class StreamedModel:
         index, blueprint, rotary = self._index, self.reader.blueprint, self.reader.rotary
         assert layer.experts is not None
         attended = torch.empty_like(hidden)
-        routings = []
+        routings: list[Routing] = []
+        visited = self._experts.get(index)
+        given = (
+            itertools.repeat(None)
+            if visited is None
+            else iter(torch.split(visited, windows * hidden.shape[1]))
+        )
         for source, target in _batches(windows, hidden, attended):
             target.copy_(run_attention(source, layer, index, blueprint, rotary, self._kv_cache))
             normed = mlp_input(target, layer, blueprint).flatten(0, 1)
-            routings.append(route(normed, layer, index, blueprint))
+            routings.append(route(normed, layer, index, blueprint, next(given)))
         routing = Routing(
             torch.cat([part.indices for part in routings]), torch.cat([part.weights for part in routings])
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.kv_cache import mixed_elements
+from qwen_quantize.calibrators.kv_sides import mixed_elements
 from qwen_quantize.calibrators.kv_statistics import (
     AttentionSample,
     KvStatistics,

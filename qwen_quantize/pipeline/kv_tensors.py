@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qwen_quantize.calibrators.kv_cache import budget_line, mixed_elements
+from qwen_quantize.calibrators.kv_cache import budget_line
 from qwen_quantize.calibrators.kv_plans import uniform_plan
+from qwen_quantize.calibrators.kv_sides import mixed_elements
 from qwen_quantize.checkpoint.ascend_layout import AscendLayout
 from qwen_quantize.checkpoint.compressed_tensors import CompressedTensorsLayout
 from qwen_quantize.checkpoint.kv_channels import channel_scale_names, has_channel_scales

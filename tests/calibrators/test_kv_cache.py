@@ -11,19 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.kv_cache import (
+from qwen_quantize.calibrators.kv_cache import allocate, mixed_plan, plan_of_choice, shares
+from qwen_quantize.calibrators.kv_plans import KvFindings, KvRange, uniform_plan
+from qwen_quantize.calibrators.kv_sides import (
     MixedSide,
-    allocate,
     channel_units,
     mixed_elements,
-    mixed_plan,
     mixed_sides,
-    plan_of_choice,
-    shares,
     total_bits,
     unit_size,
 )
-from qwen_quantize.calibrators.kv_plans import KvFindings, KvRange, uniform_plan
 from qwen_quantize.calibrators.kv_statistics import (
     AttentionSample,
     KvStatistics,

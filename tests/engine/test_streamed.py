@@ -100,3 +100,37 @@ def test_last_routing_is_that_of_the_open_layer(tmp_path: Path, monkeypatch: pyt
         assert torch.equal(found, chosen.indices.sort(dim=1).values)
     model.open_head()
     assert model.last_routing is None
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3"])
+def test_tokens_visit_the_experts_that_were_given(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another text's run, sent to this text's experts and back again by its own."""
+    make_tiny(tmp_path, family)
+    monkeypatch.setattr(streamed, "_TOKENS_PER_BATCH", 45)  # two windows at a time, and one at the end
+    reader = ModelReader(open_source(tmp_path))
+    tokens = windows(7, 20)
+    other = tokens.flip(0)
+
+    def visits(text: Tensor, experts: dict[int, Tensor] | None) -> tuple[Tensor, dict[int, Tensor]]:
+        model, visited = StreamedModel(reader, experts=experts), {}
+        hidden = model.embed(text)
+        for index in range(model.num_layers):
+            model.open_layer(index)
+            hidden = model.run_layer(hidden)
+            if model.last_routing is not None:
+                visited[index] = model.last_routing
+        return hidden, visited
+
+    exact, own = visits(tokens, None)
+    sent, visited = visits(other, own)
+    assert visited.keys() == own.keys()
+    assert all(torch.equal(visited[index], own[index]) for index in own)
+    free, elsewhere = visits(other, None)
+    assert any(not torch.equal(elsewhere[index], own[index]) for index in own)
+    assert (sent - free).abs().max() > 1e-3
+    torch.testing.assert_close(visits(tokens, own)[0], exact, rtol=1e-5, atol=1e-5)
+    # Without batches the same tokens come to the same places.
+    monkeypatch.setattr(streamed, "_TOKENS_PER_BATCH", 4096)
+    torch.testing.assert_close(visits(other, own)[0], sent, rtol=1e-5, atol=1e-5)
