@@ -207,7 +207,8 @@ def plan_for(text: str, config: ModelConfig, statistics: Statistics) -> KvPlan:
     ignorant = text.startswith("blind")
     scheme = parse_kv_scheme(text.replace("blind", "mixed"))
     if scheme.kind is KvKind.MIXED:
-        return mixed_and_blind(scheme, config, statistics)[1 if ignorant else 0]
+        mixed, blind_plan, _ = mixed_and_blind(scheme, config, statistics)
+        return blind_plan if ignorant else mixed
     findings = KvFindings()
     if scheme.needs_scales and config.latent is None:
         seen = statistics.of(parse_kv_scheme("mixed"))
