@@ -53,9 +53,9 @@ def decode(model: Model, context: int, steps: int, options: CacheOptions) -> tup
         cache.advance(tokens)
     token, seconds, logits = torch.zeros(1, 1, dtype=torch.int64), [], []
     for _ in range(steps):
-        begin = time.perf_counter()
+        started = time.perf_counter()
         logits.append(model.forward(token, cache))
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - started)
         token = logits[-1].argmax(-1)
     return sorted(seconds)[len(seconds) // 2], torch.cat(logits, dim=1), cache.file_bytes
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers.environments import EnvironmentRefusal, python_of
 from safetensors.torch import save_file
 
 from qwen_quantize.checkpoint.source import open_source
@@ -31,6 +30,10 @@ from qwen_quantize.engine.fast_load import FastOptions, HeadForm, load_fast
 from qwen_quantize.engine.generate import measure_speed
 from qwen_quantize.engine.model import Model
 from qwen_quantize.engine.roofline import Roofline, measured_read_bandwidth
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the root, from which its neighbours are imported
+
+from benchmarks.peers.environments import EnvironmentRefusal, python_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT, NEW = 128, 128

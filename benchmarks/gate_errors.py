@@ -28,6 +28,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,7 +154,8 @@ def main() -> None:
     torch.set_num_threads(1)  # thousands of short operations: waking a second thread costs more than it saves
     pairs = {"noise": (rne, noisy), "rne -> rtz": (rne, rtz)}
     sizes = [int(size) for size in options.tokens.split(",")]
-    rows, needed = [], {}
+    rows: list[dict[str, Any]] = []
+    needed: dict[str, int] = {}
     for change, pair in pairs.items():
         real = judge(*pair)
         say(f"{change}: really {real.rise:+.3%} on {real.tokens} tokens, KL p99 {real.kl_p99:.4f}")

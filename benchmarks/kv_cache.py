@@ -30,32 +30,33 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.kv_cache import allocate, plan_of_choice
-from qwen_quantize.calibrators.kv_exchange import expected_damage
-from qwen_quantize.calibrators.kv_plans import KvFindings, KvRange, uniform_plan
-from qwen_quantize.calibrators.kv_sides import MixedSide, mixed_sides
-from qwen_quantize.calibrators.kv_statistics import KvStatistics
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.embedded import calibration_text_path, embedded_by_name, heldout_text_path
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.packed_cache import PackedKVCache
-from qwen_quantize.engine.streamed import StreamedModel
-from qwen_quantize.eval.divergence import token_kl
-from qwen_quantize.eval.perplexity import paired_rise, perplexity, rows_to_score, targets_of, token_nll
+from qwen_quantize.eval.perplexity import paired_rise, perplexity
 from qwen_quantize.formats.kv_plan import KvPlan
-from qwen_quantize.formats.kv_scheme import KvKind, KvScheme, parse_kv_scheme
 from qwen_quantize.models.config import ModelConfig
-from qwen_quantize.pipeline.kv_gradient import observe_gradient
-from qwen_quantize.pipeline.kv_observe import observe
 from qwen_quantize.pipeline.run import source_tokenizer
 from qwen_quantize.pipeline.texts import calibration_batches, evaluation_windows, load_documents
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the root, from which its neighbours are imported
+
+from benchmarks.kv_contestants import Statistics, contest_plans, plan_for
+from benchmarks.kv_predictions import (
+    LastStates,
+    Predictions,
+    last_states,
+    mean_and_error,
+    over_mixed,
+    predictions,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "kv_cache.json"
@@ -72,7 +73,6 @@ SCHEMES = (
     "fp8",
     "fp16",
 )
-_ROWS = 256  # predictions whose probabilities are held together
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,126 +135,6 @@ def case_of(name: str, asked: Asked) -> Case:
     return Case(path.name if embedded is None else name, path, calibration, windows)
 
 
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """Of one cache, token by token, float64: losses, and divergences from the unquantized cache's predictions."""
-
-    loss: Tensor
-    divergence: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class LastStates:
-    """What the head reads for each prediction, and by sparse layer the experts that each token visited."""
-
-    rows: Tensor
-    experts: dict[int, Tensor]
-
-
-@torch.inference_mode()
-def last_states(
-    reader: ModelReader, plan: KvPlan | None, windows: Tensor, experts: dict[int, Tensor] | None = None
-) -> LastStates:
-    """experts: those that every token shall visit; without, the routers choose."""
-    model = StreamedModel(reader, None, plan, experts)
-    hidden, visited = model.embed(windows), {}
-    for index in range(model.num_layers):
-        model.open_layer(index)
-        hidden = model.run_layer(hidden)
-        if model.last_routing is not None:
-            visited[index] = model.last_routing
-    return LastStates(rows_to_score(hidden), visited)
-
-
-@torch.inference_mode()
-def predictions(
-    reader: ModelReader,
-    plan: KvPlan | None,
-    windows: Tensor,
-    exact: LastStates,
-    experts: dict[int, Tensor] | None = None,
-) -> Predictions:
-    """exact: `last_states` of the unquantized cache. experts: as `last_states` takes them."""
-    states, targets = (
-        exact if plan is None else last_states(reader, plan, windows, experts),
-        targets_of(windows),
-    )
-    model = StreamedModel(reader)
-    model.open_head()
-    loss, divergence = [], []
-    for at in range(0, states.rows.shape[0], _ROWS):
-        part = slice(at, at + _ROWS)
-        ours, theirs = (model.log_probabilities(one.rows[part]) for one in (states, exact))
-        loss.append(token_nll(ours, targets[part]))
-        divergence.append(token_kl(theirs, ours))
-    return Predictions(torch.cat(loss), torch.cat(divergence))
-
-
-def mean_and_error(values: Tensor, tokens: int) -> tuple[float, float]:
-    """Mean of values that come in windows of `tokens`, and its standard error over windows."""
-    means = values.view(-1, tokens).mean(dim=1)
-    return float(means.mean()), float(means.std(unbiased=True)) / math.sqrt(means.numel())
-
-
-def blind(sides: list[MixedSide], chosen: list[Tensor]) -> list[Tensor]:
-    """As many units of each width in each side as chosen, by the numbers of their channels."""
-    places = []
-    for side, widths in zip(sides, chosen, strict=True):
-        order = side.units.channels[:, 0].argsort()
-        scattered = widths.sort(descending=True).values
-        # Spread evenly over the heads: a step that is prime to the count visits every unit once.
-        count = len(order)
-        step = next(step for step in range(count // 2 + 1, count + 2) if math.gcd(step, count) == 1)
-        visited = order[(torch.arange(count) * step) % count]
-        given = torch.empty_like(widths)
-        given[visited] = scattered
-        places.append(given)
-    return places
-
-
-class Statistics:
-    """What calibration text says of one model, looked at once for each window and sinks."""
-
-    def __init__(self, reader: ModelReader, calibration: Tensor) -> None:
-        self._reader, self._calibration = reader, calibration
-        self._known: dict[KvScheme, dict[int, KvStatistics]] = {}
-
-    def of(self, scheme: KvScheme) -> dict[int, KvStatistics]:
-        key = replace(scheme, bits=16.0)
-        if key not in self._known:
-            look = observe_gradient if scheme.gradient else observe
-            self._known[key] = look(self._reader, self._calibration, scheme)
-        return self._known[key]
-
-
-def plan_for(text: str, config: ModelConfig, statistics: Statistics) -> KvPlan:
-    """The plan of a row's words."""
-    ignorant = text.startswith("blind")
-    scheme = parse_kv_scheme(text.replace("blind", "mixed"))
-    if scheme.kind is KvKind.MIXED:
-        return mixed_and_blind(scheme, config, statistics)[1 if ignorant else 0]
-    findings = KvFindings()
-    if scheme.needs_scales and config.latent is None:
-        seen = statistics.of(parse_kv_scheme("mixed"))
-        ranges = {
-            n: KvRange(s.keys.largest, s.values.largest) for n, s in seen.items() if s.values is not None
-        }
-        findings = KvFindings(ranges)
-    return uniform_plan(scheme, config, findings)
-
-
-def mixed_and_blind(
-    scheme: KvScheme, config: ModelConfig, statistics: Statistics
-) -> tuple[KvPlan, KvPlan, float]:
-    """(the allocation's plan, the blind one, the damage that the first expects)."""
-    sides = mixed_sides(scheme, config, statistics.of(scheme))
-    assert scheme.bits is not None
-    chosen = allocate(sides, scheme.bits)
-    damage = expected_damage(sides, chosen)
-    plans = [plan_of_choice(scheme, config, sides, one) for one in (chosen, blind(sides, chosen))]
-    return plans[0], plans[1], damage
-
-
 def row_of(
     case: Case, text: str, plan: KvPlan, ours: Predictions, exact: Tensor, config: ModelConfig
 ) -> dict[str, Any]:
@@ -280,43 +160,6 @@ def row_of(
         "kl_standard_error": spread,
         "kl_median": float(ours.divergence.median()),
     }
-
-
-def contest_plans(
-    group: int, rest: str, config: ModelConfig, statistics: Statistics
-) -> dict[str, tuple[str, KvPlan]]:
-    """(words, plan) of the three caches of one contest. rest: the mixed scheme's words after its budget."""
-    uniform = uniform_plan(parse_kv_scheme(f"int4:{group}"), config)
-    bits = uniform.bits
-    if config.latent is not None:  # the budget is the latents'
-        keys = uniform.attention_layers[0].keys
-        bits = keys.bits_per_token / keys.width
-    text = f"mixed:{bits:g}{rest}"
-    scheme = parse_kv_scheme(text)
-    mixed, ignorant, damage = mixed_and_blind(scheme, config, statistics)
-    window = scheme.window + mixed.step - uniform.step
-    words = f"int4:{group},window={window},sinks={scheme.sinks}"
-    words += ",keys=pre-rope" if scheme.unrotated else ""
-    found = {
-        "uniform": (words, uniform_plan(parse_kv_scheme(words), config)),
-        "blind": (text.replace("mixed", "blind"), ignorant),
-        "mixed": (text, mixed),
-    }
-    if scheme.gradient:
-        found["mixed"] = (text, replace(mixed, notes=(f"{damage / 2!r}",)))
-    return found
-
-
-def over_mixed(other: Predictions, mixed: Predictions, tokens: int) -> dict[str, float]:
-    """By how much a cache is worse than the mixed one, and how often; windows of `tokens` predictions."""
-    found: dict[str, float] = {}
-    for name, values in (
-        ("kl_over_mixed", other.divergence - mixed.divergence),
-        ("mixed_closer", (mixed.divergence < other.divergence).double()),
-        ("loss_over_mixed", other.loss - mixed.loss),
-    ):
-        found[name], found[f"{name}_standard_error"] = mean_and_error(values, tokens)
-    return found
 
 
 def contest_of(

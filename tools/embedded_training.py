@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from embedded_texts import EMBEDDED, EmbeddedTextError, novels_from, training_texts
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
+
+from tools.embedded_texts import EMBEDDED, EmbeddedTextError, novels_from, training_texts
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0

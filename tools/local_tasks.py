@@ -59,7 +59,7 @@ class Passage:
 
 def passages(novel: str) -> list[Passage]:
     """Consecutive paragraphs, strung together until there are `PASSAGE_WORDS`; what is left of a chapter is dropped."""
-    found = []
+    found: list[Passage] = []
     chapter, waiting = 0, ""
     for paragraph in novel.split("\n\n"):
         line = " ".join(paragraph.split())

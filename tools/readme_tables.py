@@ -42,6 +42,9 @@ from qwen_quantize.formats.tables import E8M0
 from qwen_quantize.models.blueprint import Family
 from qwen_quantize.models.lookup import FAMILIES
 from qwen_quantize.pipeline.conversion_table import exact_conversions
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the root, from which its neighbours are imported
+
 from tools.readme_benchmarks import kv_cache, peers, speed
 from tools.readme_words import (
     LANGUAGES,

@@ -18,7 +18,9 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from embedded_texts import (
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the root, from which its neighbours are imported
+
+from tools.embedded_texts import (
     EMBEDDED,
     TRAINING_NOVELS,
     EmbeddedTextError,

@@ -20,8 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from embedded_texts import EMBEDDED, EmbeddedTextError
-from embedded_training import (
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch.nn.functional import cross_entropy
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the root, from which its neighbours are imported
+
+from tools.embedded_texts import EMBEDDED, EmbeddedTextError
+from tools.embedded_training import (
     COMMON_FIELDS,
     END_OF_TEXT,
     END_OF_TEXT_ID,
@@ -37,9 +43,6 @@ from embedded_training import (
     token_streams,
     write_folder,
 )
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from torch.nn.functional import cross_entropy
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 # What config.json takes over from transformers' config; its other fields are that library's own business.
 CONFIG_FIELDS = (*COMMON_FIELDS, "head_dim")

@@ -22,8 +22,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from embedded_texts import EMBEDDED, EmbeddedTextError
-from embedded_training import (
+from tokenizers import Tokenizer
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3RMSNorm,
+    DeepseekV3TopkRouter,
+)
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the root, from which its neighbours are imported
+
+from tools.embedded_texts import EMBEDDED, EmbeddedTextError
+from tools.embedded_training import (
     COMMON_FIELDS,
     END_OF_TEXT_ID,
     MAX_POSITIONS,
@@ -38,15 +50,6 @@ from embedded_training import (
     read_texts,
     token_streams,
     write_folder,
-)
-from tokenizers import Tokenizer
-from torch import nn
-from torch.nn.functional import cross_entropy
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
-    DeepseekV3DecoderLayer,
-    DeepseekV3RMSNorm,
-    DeepseekV3TopkRouter,
 )
 
 CONFIG_FIELDS = (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from qwen_quantize.checkpoint.source import open_source
@@ -22,6 +24,7 @@ from qwen_quantize.formats.cast_rule import RNE_SATURATE
 from qwen_quantize.formats.scales import ScaleRule
 from qwen_quantize.formats.tables import E2M1, E4M3FN, INT8
 
+LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.(\w+_proj)\.")
 # What enters a linear, whoever made its weights.
 CASTS: Mapping[str, ActivationCast | None] = {
     "none": None,
@@ -138,6 +141,15 @@ def read_back(quantized: Path, weights: Path) -> dict[str, Any]:
         "equal_in_fp16": equal_in_fp16,
         "largest_difference": largest,
     }
+
+
+def linear_bytes(folder: Path) -> int:
+    """Bytes of everything that the folder's safetensors store for the linears of the layers: codes and scales."""
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as tensors:
+            total += sum(tensors.get_tensor(name).nbytes for name in tensors.keys() if LINEAR.match(name))  # noqa: SIM118
+    return total
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:

@@ -25,15 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environments import EnvironmentRefusal, python_of
-from evaluation import Evaluator, evaluator, read_back
-from inputs import LENGTH, ROOT, SEED, Inputs, prepare
-from quantizers.job import linear_bytes
-from rows import OURS, ROWS, Row
-from summary import summary
 
 from qwen_quantize import __version__
 from qwen_quantize.errors import UserError
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root, from which its neighbours are imported
+
+from benchmarks.peers.environments import EnvironmentRefusal, python_of
+from benchmarks.peers.evaluation import Evaluator, evaluator, linear_bytes, read_back
+from benchmarks.peers.inputs import LENGTH, ROOT, SEED, Inputs, prepare
+from benchmarks.peers.rows import OURS, ROWS, Row
+from benchmarks.peers.summary import summary
 
 QUANTIZERS = Path(__file__).resolve().parent / "quantizers"
 
@@ -54,6 +56,8 @@ def quantize_with_peer(row: Row, inputs: Inputs, place: Path, folder: Path, limi
     record: dict[str, Any] = json.loads((place / "record.json").read_text())
     if "error" in record:
         raise NotRun(record["error"])
+    if (place / "quantized").is_dir():
+        record["linear_bytes"] = linear_bytes(place / "quantized")
     return {
         **record,
         "parts": record["seconds"],

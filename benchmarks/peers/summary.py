@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evaluation import paired_difference
-from rows import ASYMMETRIC, FP8, MXFP4, MXFP8, OURS, SYMMETRIC, W8A8, Task
+from benchmarks.peers.evaluation import paired_difference
+from benchmarks.peers.rows import ASYMMETRIC, FP8, MXFP4, MXFP8, OURS, SYMMETRIC, W8A8, Task
 
 Record = Mapping[str, Any]
 RISE_SHARE, COST_SHARE = 0.85, 0.5
@@ -46,7 +46,7 @@ def _rise(records: Sequence[Record], task: Task, texts: Sequence[str]) -> dict[s
     if not ours or not peers:
         return _missing(line, "ours" if not ours else "the peers")
     best = {text: min(peers, key=lambda r: r["texts"][text]["rise"]) for text in texts}
-    limits = {text: RISE_SHARE * best[text]["texts"][text]["rise"] for text in texts}
+    limits = {text: RISE_SHARE * float(best[text]["texts"][text]["rise"]) for text in texts}
 
     def worst(record: Record) -> float:
         return max(float(record["texts"][text]["rise"]) - limits[text] for text in texts)

@@ -23,6 +23,8 @@ DTYPES = (
 )
 # The rules of formats.scales.ScaleRule by name: that module imports torch, and listing chips must not.
 SCALE_RULES = ("floor", "ceil", "rceil", "even", "search")
+# Those of engine.cache_pages.CacheLayout, which stands on a floor above.
+CACHE_LAYOUTS = ("head-major", "interleaved")
 ACCUMULATORS = ("fp16", "fp32", "int32")
 COMPONENTS = ("firmware", "driver", "toolkit", "framework", "op-package")
 _ROUNDINGS = tuple(Rounding)
@@ -172,6 +174,7 @@ class Tiles:
     k_multiple: Mapping[str, Leaf] = _leaves(_INTEGER, "dtype")
     weight_layout: Leaf = _leaf(_TEXT)
     scale_layout: Leaf = _leaf(_TEXT)
+    cache_layout: Leaf = _choice(CACHE_LAYOUTS)  # of cached keys, if the chip prefers one
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """`python -m qwen_quantize.cli`."""
 
-from qwen_quantize.cli.main import main
+from qwen_quantize.__main__ import main
 
 main()

@@ -104,7 +104,7 @@ def run_bench(
     for load in loads:
         hint = "" if load.name == "asked" else f", load {load.name}: make it smaller with --scale"
         request.cache.check_length(load.prompt_tokens, load.new_tokens, config, hint)
-    options, warning = request.cache.options(), request.cache.warning(config)
+    options, warning = request.cache.options(chip.profile), request.cache.warning(config)
     if warning is not None:
         speaker.say(warning)
     profile = None if request.model_of is None else load_profile(request.model_of)
@@ -145,6 +145,12 @@ def run_bench(
         "kv_cache": None
         if kv_plan is None
         else kv_record(kv_plan, main["prompt_tokens"] + main["new_tokens"]),
+        "cache_layout": None
+        if kv_plan is not None
+        else {
+            "keys": options.layout or model.fastest_layout,
+            "why": request.cache.why_layout(chip.profile),
+        },
         "peak_memory_bytes": peak_memory_bytes(),
         "read_bandwidth_bytes_per_second": roof.bandwidth,
         "flops_per_second": roof.flops,
@@ -210,6 +216,8 @@ def _chip_bounds(
 
 def _say(speaker: Speaker, record: Mapping[str, Any]) -> None:
     speaker.say(f"engine:  {record['engine']}")
+    if record["cache_layout"] is not None:
+        speaker.say("cache:   keys {keys}, {why}".format(**record["cache_layout"]))
     for load in record["loads"]:
         name = "" if load["load"] == "asked" else f"load {load['load']}, batch {load['batch']}: "
         share = load["bandwidth_bound_fraction"]

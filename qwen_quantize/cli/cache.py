@@ -5,6 +5,8 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 
+from qwen_quantize.chip_profiles.leaf import Absent
+from qwen_quantize.chip_profiles.schema import ChipProfile
 from qwen_quantize.engine.cache_pages import CacheLayout, CacheOptions, CachePlan
 from qwen_quantize.errors import UserError
 from qwen_quantize.models.config import ModelConfig
@@ -19,11 +21,21 @@ class CacheRequest:
     layout: str | None = None
     context: int | None = None
 
-    def options(self) -> CacheOptions:
-        """UserError for a layout that is none."""
+    def options(self, chip: ChipProfile) -> CacheOptions:
+        """With the layout asked for, else the one that the chip prefers; UserError for a layout that is none."""
         if self.layout is not None and self.layout not in tuple(CacheLayout):
             raise UserError(f"--cache-layout {self.layout!r} is none of {', '.join(CacheLayout)}")
-        return CacheOptions(self.memory, None if self.layout is None else CacheLayout(self.layout))
+        wanted = chip.facts.tiles.cache_layout.text() if self.layout is None else self.layout
+        return CacheOptions(self.memory, None if isinstance(wanted, Absent) else CacheLayout(wanted))
+
+    def why_layout(self, chip: ChipProfile) -> str:
+        """Where the layout of `options` comes from."""
+        if self.layout is not None:
+            return "asked for"
+        leaf = chip.facts.tiles.cache_layout
+        if leaf.known:
+            return f"preferred by {chip.name}, {leaf.confidence} ({', '.join(leaf.sources)})"
+        return f"the fastest here; what {chip.name} prefers is {leaf.status.replace('_', ' ')}"
 
     def check_length(self, prompt: int, new: int, config: ModelConfig, hint: str = "") -> None:
         """UserError for more tokens than the model's context, or than --context allows."""

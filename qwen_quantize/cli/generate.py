@@ -16,6 +16,7 @@ from qwen_quantize.cli.session import (
     read_manifest,
     use_threads,
 )
+from qwen_quantize.engine.cache_pages import CacheOptions
 from qwen_quantize.engine.generate import greedy_tokens
 from qwen_quantize.engine.model import Model
 from qwen_quantize.engine.tokenizer import Message
@@ -43,14 +44,16 @@ def run_generate(
         prompt = tokenizer.apply_chat_template([Message("user", prompt)], add_generation_prompt=True)
     ids = tokenizer.encode(prompt, add_special_tokens=not chat)
     check_token_ids(torch.tensor(ids, dtype=torch.int64), reader)
-    options, config = cache.options(), reader.blueprint.config
+    options, config = cache.options(chip.profile), reader.blueprint.config
     cache.check_length(len(ids), max_new_tokens, config)
     if not ids:
         raise UserError("the prompt is empty")
     model, _ = load_for_speed(reader, chip.compute, fast, "stored")
     kv_plan = folder_kv_plan(kv_cache, path, reader, chip, None)
-    for line in _notes(cache, model, len(ids) + max_new_tokens, kv_plan):
+    for line in _notes(cache, options, model, len(ids) + max_new_tokens, kv_plan):
         sys.stderr.write(f"{line}\n")
+    if kv_plan is None and cache.layout is None and options.layout is not None:
+        sys.stderr.write(f"key-value cache: keys {options.layout}, {cache.why_layout(chip.profile)}\n")
     stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     new: list[int] = []
     shown = ""
@@ -64,9 +67,11 @@ def run_generate(
     sys.stdout.write("\n")
 
 
-def _notes(cache: CacheRequest, model: Model, tokens: int, kv_plan: KvPlan | None) -> list[str]:
+def _notes(
+    cache: CacheRequest, options: CacheOptions, model: Model, tokens: int, kv_plan: KvPlan | None
+) -> list[str]:
     warning = cache.warning(model.blueprint.config)
     notes = [] if warning is None else [warning]
     if cache.memory is not None:
-        notes.append(plan_words(model.plan_cache(1, tokens, kv_plan, cache.options()), tokens))
+        notes.append(plan_words(model.plan_cache(1, tokens, kv_plan, options), tokens))
     return notes

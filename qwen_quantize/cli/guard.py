@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
+from qwen_quantize.cli.interrupt import command_begins
 from qwen_quantize.errors import UserError
 
 
@@ -16,6 +17,7 @@ from qwen_quantize.errors import UserError
 def guard(as_json: bool, resumable: bool = False) -> Iterator[None]:
     """UserError: its sentence on stderr, exit code 2. Ctrl-C: exit code 130, and how to resume where one can."""
     try:
+        command_begins()
         yield
     except UserError as error:
         _say(str(error), as_json)

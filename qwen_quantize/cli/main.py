@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -117,30 +118,30 @@ _CONVERTING = (
 )  # fmt: skip
 
 
+# Fields of the request whose options have other names; every other field has its option's.
 _FIELDS = {
     "quant_method": "method", "calibration_dataset": "dataset", "calibration_column": "column",
     "from_statistics": "statistics", "calibration_samples": "samples", "calibration_length": "length",
     "firmware": "versions", "driver": "versions", "toolkit": "versions",
 }  # fmt: skip
-_SAME = (
-    "model_path", "device", "seed", "expert_policy", "ignore", "include", "block_size", "scheme", "group_size",
-    "asymmetric", "layout", "assume", "with_claims", "allow_unsupported", "max_memory", "rotate",
-)  # fmt: skip
 
 
 def _given_fields(context: typer.Context, measured: bool) -> set[str]:
     """The fields of the request that options on the command line set."""
+    from qwen_quantize.pipeline.recipe import Recipe
+
+    known = {field.name for field in fields(Recipe)}
     found = {"device"} if measured else set()
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            found.add(_FIELDS.get(name, name if name in _SAME else ""))
+            found |= {_FIELDS.get(name, name)} & known
     if "dataset" in found:  # another text, in whatever way the file calibrates
         found |= {"column", "statistics"}
     if "statistics" in found:
         found |= {"dataset", "column"}
-    return found - {""}
+    return found
 
 
 @app.callback()
@@ -376,7 +377,7 @@ def report_command(
 
 
 def main() -> None:
-    """Entry point of `qwen_quantize`."""
+    """The command line, once everything that it needs is imported."""
     app(prog_name="qwen_quantize")
 
 

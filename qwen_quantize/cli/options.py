@@ -64,7 +64,8 @@ CacheLayoutName = Annotated[
     str | None,
     typer.Option(
         "--cache-layout",
-        help="Keys of a float32 cache: head-major, or interleaved to cache lines (default: the fastest).",
+        help="Keys of a float32 cache: head-major, or interleaved to cache lines (default: what the chip's profile "
+        "prefers, else the fastest).",
     ),
 ]
 ContextLength = Annotated[

@@ -141,12 +141,13 @@ class Model:
             return plan_float_cache(self.blueprint.config, batch, capacity, self._with_layout(options))
         return plan_packed_cache(self.blueprint.config, plan, batch, capacity, options)
 
-    def _with_layout(self, options: CacheOptions) -> CacheOptions:
+    @property
+    def fastest_layout(self) -> CacheLayout:
         """Lines of 16 tokens suit the native step; without it keys are read head by head."""
-        if options.layout is not None:
-            return options
-        fastest = CacheLayout.HEAD_MAJOR if self.step is None else CacheLayout.INTERLEAVED
-        return replace(options, layout=fastest)
+        return CacheLayout.HEAD_MAJOR if self.step is None else CacheLayout.INTERLEAVED
+
+    def _with_layout(self, options: CacheOptions) -> CacheOptions:
+        return options if options.layout is not None else replace(options, layout=self.fastest_layout)
 
     def prefill(self, tokens: Tensor, cache: KVCache | PackedKVCache, chunk: int = _PREFILL_CHUNK) -> Tensor:
         """Run tokens [B, T] through in chunks, so that no step holds more; returns the last logits [B, 1, vocab]."""

@@ -11,9 +11,10 @@ import pytest
 from qwen_quantize.chip_profiles.arithmetic import ASSUMABLE, resolve_arithmetic
 from qwen_quantize.chip_profiles.leaf import DECIDES_BITS, UNSTATED, Absent, Confidence, Leaf, Status
 from qwen_quantize.chip_profiles.loader import chip_names, list_profiles, load_profile
-from qwen_quantize.chip_profiles.schema import SCALE_RULES
+from qwen_quantize.chip_profiles.schema import CACHE_LAYOUTS, SCALE_RULES
 from qwen_quantize.chip_profiles.sources import source_table
 from qwen_quantize.chip_profiles.standing import Standing, standing
+from qwen_quantize.engine.cache_pages import CacheLayout
 from qwen_quantize.formats.scales import ScaleRule
 from qwen_quantize.formats.schemes import SCHEMES
 
@@ -94,6 +95,10 @@ def test_claims_count_only_when_asked_for() -> None:
 
 def test_scale_rule_names_are_those_of_the_formats_room() -> None:
     assert tuple(ScaleRule) == SCALE_RULES
+
+
+def test_cache_layouts_are_those_of_the_engine() -> None:
+    assert tuple(CacheLayout) == CACHE_LAYOUTS
 
 
 def test_names_and_aliases_are_unique() -> None:

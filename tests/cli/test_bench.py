@@ -11,11 +11,15 @@ import torch
 from typer.testing import Result
 
 from qwen_quantize.checkpoint.source import open_source
+from qwen_quantize.chip_profiles.loader import load_profile
 from qwen_quantize.cli.bench import LOADS, BenchRequest
+from qwen_quantize.cli.cache import CacheRequest
 from qwen_quantize.engine.cache_pages import CacheLayout
 from qwen_quantize.engine.device import find_device, moved
 from qwen_quantize.engine.fast_linear import native_library
+from qwen_quantize.engine.fast_load import load_fast
 from qwen_quantize.engine.generate import Speed, measure_speed
+from qwen_quantize.engine.kv_cache import KVCache
 from qwen_quantize.engine.load import ModelReader, load_model
 from qwen_quantize.engine.roofline import Roofline, token_operations
 from qwen_quantize.errors import UserError
@@ -135,3 +139,42 @@ def test_generated_text_is_the_same_whatever_the_cache(model: Path, run: Run) ->
     assert usual.exit_code == 0, usual.stderr
     assert "in a temporary file" in others[0].stderr
     assert {other.stdout for other in others} == {usual.stdout}
+
+
+def test_the_cache_has_the_layout_asked_for_or_else_the_one_that_the_chip_prefers(model: Path) -> None:
+    example, cpu = load_profile("example"), load_profile("cpu")
+    loaded = load_fast(open_source(model), None)
+    cases = (
+        (CacheRequest(), example, CacheLayout.HEAD_MAJOR, "preferred by example, vendor-doc (EXAMPLE)"),
+        (CacheRequest(layout="interleaved"), example, CacheLayout.INTERLEAVED, "asked for"),
+        (CacheRequest(), cpu, loaded.fastest_layout, "the fastest here; what cpu prefers is unknown"),
+    )
+    for request, chip, layout, why in cases:
+        cache = loaded.new_cache(1, 8, None, request.options(chip))
+        assert isinstance(cache, KVCache)
+        assert cache.interleaved == (layout is CacheLayout.INTERLEAVED)
+        assert request.why_layout(chip) == why
+
+
+def test_commands_say_which_layout_was_taken_and_why(model: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    done = run("--model-path", model, "--device", "example", "--quant-method", "ue8m0", "--output-path", out,
+               "--no-validate", "--quiet")  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    size = ("--prompt-tokens", 8, "--new-tokens", 2, "--json")
+    preferred = {"keys": "head-major", "why": "preferred by example, vendor-doc (EXAMPLE)"}
+    shown = run("bench", out, *size)
+    assert json.loads(shown.stdout)["cache_layout"] == preferred
+    assert "cache:   keys head-major, preferred by example, vendor-doc (EXAMPLE)\n" in shown.stderr
+    asked = run("bench", out, *size, "--cache-layout", "interleaved")
+    assert json.loads(asked.stdout)["cache_layout"] == {"keys": "interleaved", "why": "asked for"}
+    packed = run("bench", out, *size, "--kv-cache", "int8")
+    assert json.loads(packed.stdout)["cache_layout"] is None
+    own = json.loads(run("bench", model, *size).stdout)["cache_layout"]
+    assert own["why"] == "the fastest here; what cpu prefers is unknown"
+    said = "key-value cache: keys head-major, preferred by example"
+    assert said in run("generate", out, "w1 w2", "--max-new-tokens", 1).stderr
+    assert (
+        said
+        not in run("generate", out, "w1 w2", "--max-new-tokens", 1, "--cache-layout", "head-major").stderr
+    )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from qwen_quantize.calibrators.experts import ExpertPolicy
+from qwen_quantize.calibrators.problem import Effort
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.errors import UserError
 from qwen_quantize.pipeline.plan import Plan, make_plan
@@ -227,6 +230,59 @@ def test_another_group_size_over_a_manifest(model: Path, tmp_path: Path) -> None
         "--no-validate")  # fmt: skip
     run("--recipe", out / "qwen_quantize.json", "--output-path", again, "--group-size", 32, "--no-validate")
     assert json.loads((again / "qwen_quantize.json").read_text())["scheme"]["group_size"] == 32
+
+
+OVER_A_MANIFEST: dict[str, tuple[list[str], object]] = {
+    "model_path": (["--model-path", "other"], "other"),
+    "device": (["--device", "ascend"], "ascend"),
+    "method": (["--quant-method", "w8a8"], "w8a8"),
+    "dataset": (["--calibration-dataset", "b.jsonl"], "b.jsonl"),
+    "column": (["--calibration-dataset", "b.jsonl", "--calibration-column", "words"], "words"),
+    "statistics": (["--from-statistics", "folder"], "folder"),
+    "samples": (["--calibration-samples", "5"], 5),
+    "length": (["--calibration-length", "24"], 24),
+    "seed": (["--seed", "3"], 3),
+    "expert_policy": (["--expert-policy", "round"], ExpertPolicy.ROUND),
+    "ignore": (["--ignore", "*.down_proj"], ("*.down_proj",)),
+    "include": (["--include", "*.up_proj"], ("*.up_proj",)),
+    "block_size": (["--block-size", "64"], 64),
+    "scheme": (["--scheme", "w8a16"], "w8a16"),
+    "group_size": (["--group-size", "32"], 32),
+    "asymmetric": (["--asymmetric"], True),
+    "layout": (["--layout", "awq"], "awq"),
+    "kv_cache": (["--kv-cache", "fp8"], "fp8"),
+    "versions": (["--driver", "9.9"], (("driver", "9.9"),)),
+    "assume": (["--assume", "scale.amax_epsilon=0"], (("scale.amax_epsilon", "0"),)),
+    "with_claims": (["--with-claims"], True),
+    "allow_unsupported": (["--allow-unsupported"], True),
+    "max_memory": (["--max-memory", "1GiB"], 1 << 30),
+    "effort": (["--effort", "high"], Effort.HIGH),
+    "rotate": (["--rotate", "r2"], "r2"),
+}
+WITHOUT_OPTION = {"max_shard_bytes", "rules"}
+
+
+def test_every_field_of_a_request_is_tried_over_a_manifest() -> None:
+    assert OVER_A_MANIFEST.keys() == {field.name for field in fields(Recipe)} - WITHOUT_OPTION
+
+
+@pytest.mark.parametrize("name", OVER_A_MANIFEST)
+def test_an_option_wins_over_a_manifest(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Recipe("model", "cpu", "rtn", dataset="a.jsonl", column="text", kv_cache="int8", ignore=("*.q_proj",),
+                  versions=(("firmware", "1"),), rules=(Rule("*", scheme="w4a16"),))  # fmt: skip
+    manifest = tmp_path / "qwen_quantize.json"
+    manifest.write_text(json.dumps({"tool": {}, "request": kept.as_record()}))
+    asked: list[Recipe] = []
+    monkeypatch.setattr(
+        "qwen_quantize.cli.quantize.run_quantize", lambda recipe, *_, **__: asked.append(recipe)
+    )
+    options, value = OVER_A_MANIFEST[name]
+    result = invoke("--recipe", manifest, "--output-path", tmp_path / "out", *options)
+    assert result.exit_code == 0, result.output
+    (found,) = asked
+    assert getattr(found, name) == value != getattr(kept, name)
+    told = {"dataset", "column", "statistics"} if name in ("dataset", "column", "statistics") else {name}
+    assert replace(found, **{one: getattr(kept, one) for one in told}) == kept
 
 
 @pytest.mark.parametrize(

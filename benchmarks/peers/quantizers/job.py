@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -24,8 +23,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.(\w+_proj)\.")
 
 
 @dataclass(slots=True)
@@ -51,7 +48,8 @@ class Job:
 
     def windows(self) -> Tensor:
         """int64 [samples, length]"""
-        return load_file(self.calibration)["input_ids"]
+        ids: Tensor = load_file(self.calibration)["input_ids"]
+        return ids
 
     @contextmanager
     def clock(self, part: str) -> Iterator[None]:
@@ -68,15 +66,6 @@ def peak_memory_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/self/status has no VmHWM")
-
-
-def linear_bytes(folder: Path) -> int:
-    """Bytes of everything that the folder's safetensors store for the linears of the layers: codes and scales."""
-    total = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as tensors:
-            total += sum(tensors.get_tensor(name).nbytes for name in tensors.keys() if LINEAR.match(name))  # noqa: SIM118
-    return total
 
 
 def write_weights(job: Job, state: Mapping[str, Tensor]) -> None:
@@ -123,7 +112,6 @@ def run(package: str, quantize: Callable[[Job], dict[str, Any]]) -> None:
         record |= quantize(job)
         if job.quantized.is_dir():
             record["output_bytes"] = sum(p.stat().st_size for p in job.quantized.glob("*.safetensors"))
-            record["linear_bytes"] = linear_bytes(job.quantized)
     except Exception as error:
         traceback.print_exc()
         where = traceback.extract_tb(error.__traceback__)[-1]

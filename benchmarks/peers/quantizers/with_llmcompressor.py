@@ -49,7 +49,8 @@ def quantize(job: Job) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if calibrated:
         windows = job.windows()
-        rows = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in windows]
+        # A list is as good as a data set to torch, though its types do not say so.
+        rows: Any = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in windows]
         options = {
             "dataset": DataLoader(rows, batch_size=1),
             "num_calibration_samples": windows.shape[0],

@@ -23,7 +23,9 @@ def config_of(job: Job) -> Any:
         case "rtn":
             mapping = MappingType.SYMMETRIC if job.symmetric else MappingType.ASYMMETRIC
             return IntxWeightOnlyConfig(
-                weight_dtype=torch.int4, granularity=PerGroup(job.group_size), mapping_type=mapping
+                weight_dtype=torch.int4,  # type: ignore[attr-defined]  # which torch's own stubs do not know
+                granularity=PerGroup(job.group_size),
+                mapping_type=mapping,
             )
         case "w8a8":
             return Int8DynamicActivationInt8WeightConfig()
