@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from qwen_quantize.formats.dot_record import DotUnit
 from qwen_quantize.formats.rounding import quantize_values
 from qwen_quantize.formats.spec import FloatFormat
 from qwen_quantize.formats.tables import FP32
+
+_MKLDNN: Any = torch.backends.mkldnn  # its stub lacks what it has
 
 
 class LinearGroup(Protocol):
@@ -69,6 +71,29 @@ class PlainGroup:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         return torch.split(functional.linear(x, self.weight, self.bias), list(self.sizes), dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Bfloat16Group:
+    """A group whose products are of numbers rounded to bfloat16, with float32 sums, where the CPU has a unit for that.
+
+    Elsewhere they stay float32. It is what a chip makes of 16-bit activations, and several times as fast.
+    """
+
+    inner: LinearGroup
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        products = _MKLDNN.matmul
+        before = products.fp32_precision
+        products.fp32_precision = "bf16"
+        try:
+            return self.inner(x)
+        finally:
+            products.fp32_precision = before
 
 
 @dataclass(frozen=True, slots=True)

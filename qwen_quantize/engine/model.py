@@ -49,17 +49,25 @@ def run_attention(
     cache: AttentionCache | None = None,
 ) -> Tensor:
     """The first half of a layer: hidden + attention, [B, T, hidden_size] (a new tensor)."""
-    config, family = blueprint.config, blueprint.family
-    normed = rms_norm(hidden, layer.tensors[family.input_norm], config.rms_norm_eps)
+    config = blueprint.config
+    normed = attention_input(hidden, layer, blueprint)
     if config.is_delta(index):
         mixed = mix_delta(normed, layer, index, blueprint, cache if isinstance(cache, TokenCache) else None)
     else:
         mix = mix_grouped if config.latent is None else mix_latent
         mixed = mix(normed, layer, index, blueprint, rotary, cache)
+    return hidden + attention_output(mixed, layer, blueprint)
+
+
+def attention_input(hidden: Tensor, layer: Layer, blueprint: Blueprint) -> Tensor:
+    """The norm in front of attention: what its first linears read. [..., hidden_size]."""
+    return rms_norm(hidden, layer.tensors[blueprint.family.input_norm], blueprint.config.rms_norm_eps)
+
+
+def attention_output(mixed: Tensor, layer: Layer, blueprint: Blueprint) -> Tensor:
+    """What attention adds to the residual, of what its last linear reads."""
     (attention,) = layer.groups[Stream.ATTENTION_OUTPUT](mixed)
-    if family.attention_output_norm is not None:
-        attention = rms_norm(attention, layer.tensors[family.attention_output_norm], config.rms_norm_eps)
-    return hidden + attention
+    return _normed(attention, blueprint.family.attention_output_norm, layer, blueprint)
 
 
 def mlp_input(hidden: Tensor, layer: Layer, blueprint: Blueprint) -> Tensor:
@@ -83,13 +91,19 @@ def run_mlp(hidden: Tensor, layer: Layer, index: int, blueprint: Blueprint) -> T
 
 def dense_mlp(x: Tensor, layer: Layer, blueprint: Blueprint) -> Tensor:
     """x: [..., hidden_size], normed -> what a dense MLP adds, of the same shape."""
-    config, family = blueprint.config, blueprint.family
     outputs = layer.groups[Stream.MLP_INPUT](x)
     gate, up = outputs[0].chunk(2, dim=-1) if len(outputs) == 1 else outputs
-    (down,) = layer.groups[Stream.MLP_HIDDEN](activate(gate, config.activation) * up)
-    if family.mlp_output_norm is not None:
-        down = rms_norm(down, layer.tensors[family.mlp_output_norm], config.rms_norm_eps)
-    return down
+    return mlp_output(activate(gate, blueprint.config.activation) * up, layer, blueprint)
+
+
+def mlp_output(inner: Tensor, layer: Layer, blueprint: Blueprint) -> Tensor:
+    """What a dense MLP adds to the residual, of what its last linear reads."""
+    (down,) = layer.groups[Stream.MLP_HIDDEN](inner)
+    return _normed(down, blueprint.family.mlp_output_norm, layer, blueprint)
+
+
+def _normed(x: Tensor, suffix: str | None, layer: Layer, blueprint: Blueprint) -> Tensor:
+    return x if suffix is None else rms_norm(x, layer.tensors[suffix], blueprint.config.rms_norm_eps)
 
 
 @dataclass(frozen=True, slots=True)

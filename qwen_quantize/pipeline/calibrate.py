@@ -9,6 +9,7 @@ from torch import Tensor
 from qwen_quantize.models.blueprint import Half
 from qwen_quantize.pipeline.calibration import Calibration
 from qwen_quantize.pipeline.expert_stream import quantize_experts_half
+from qwen_quantize.pipeline.in_turn import quantize_in_turn, runs_in_turn
 from qwen_quantize.pipeline.stream import (
     Progress,
     check_written,
@@ -45,4 +46,6 @@ def calibrate(run: Calibration, tokens: Tensor, progress: Progress) -> None:
 def _quantize(run: Calibration, layer: int, half: Half) -> dict[str, Any]:
     if half is Half.MLP and run.blueprint.num_experts(layer):
         return quantize_experts_half(run, layer)
+    if runs_in_turn(run, layer, half):
+        return quantize_in_turn(run, layer, half)
     return quantize_half(run, layer, half)

@@ -13,6 +13,7 @@ from qwen_quantize.calibrators.methods import Transform
 from qwen_quantize.calibrators.observers import InputObserver
 from qwen_quantize.calibrators.output_gain import SAMPLE_TOKENS
 from qwen_quantize.checkpoint.writer import OutputFolder
+from qwen_quantize.engine.linear import Bfloat16Group, LinearGroup
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.models.blueprint import Blueprint, LinearSite
 from qwen_quantize.pipeline.hidden import HiddenStates, window_ranges
@@ -49,6 +50,10 @@ class ObservedRun(Protocol):
 
     def observer(self, features: int, batch: Batch, module: str, /) -> InputObserver:
         """A new observer of the stream that `module` reads; `batch` will hold the tokens of each call."""
+        ...
+
+    def as_it_runs(self, group: LinearGroup, module: str, /) -> LinearGroup:
+        """The group to which `module` belongs, with products as the tokens are to see them."""
         ...
 
 
@@ -90,6 +95,10 @@ class Calibration:
             0 if chip.unit is None else SAMPLE_TOKENS,
             crossed=chip.cast is not None and is_biased(choice.arithmetic.activation_cast),
         )
+
+    def as_it_runs(self, group: LinearGroup, module: str, /) -> LinearGroup:
+        """Where the chip reads 16-bit activations, they and the weights are multiplied as bfloat16 numbers."""
+        return Bfloat16Group(group) if self.plan.choice_of(module).scheme.activation is None else group
 
     def is_last(self, layer: int) -> bool:
         """Whether nobody reads the layer's output."""

@@ -23,6 +23,7 @@ from qwen_quantize.checkpoint.disk import disk_errors, replacing, require_free_s
 from qwen_quantize.checkpoint.staging import StagingFolder
 from qwen_quantize.engine.experts import Routing
 from qwen_quantize.engine.layer import Layer
+from qwen_quantize.engine.linear import LinearGroup
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.errors import ResumableError, UserError
 from qwen_quantize.formats.kernel_calls import native_library
@@ -135,6 +136,10 @@ class Collection:
 
     def observer(self, features: int, batch: Batch, _module: str) -> KeyedObserver:
         return KeyedObserver(features, moment_ranges(features, self.memory.most_features), batch, self.keys)
+
+    def as_it_runs(self, group: LinearGroup, _module: str) -> LinearGroup:
+        """In float32: no chip is known yet."""
+        return group
 
     def finish(self, unit: str, observers: Mapping[str, InputObserver]) -> None:
         """Write the file of a unit and put it on record."""

@@ -99,7 +99,7 @@ def estimate_seconds(plan: Plan, source: CheckpointSource, rates: Rates) -> floa
 
 
 def _operations(plan: Plan, blueprint: Blueprint) -> float:
-    """Forward passes before and after, second moments, factorizations and compensated rounding, each by its choice."""
+    """Forward passes, second moments, factorizations and compensated rounding, each by its choice."""
     tokens = 0 if plan.recipe.statistics is not None else plan.recipe.samples * plan.recipe.length
     total = 0.0
     for layer in range(blueprint.num_layers):
@@ -124,7 +124,8 @@ def _group_operations(shapes: list[tuple[int, int]], tokens: int, choice: Linear
     """Of one group that shares an input; float64 work counts double. choice: None for a group that stays."""
     columns = shapes[0][1]
     rows = sum(shape[0] for shape in shapes)
-    forward = 2 * 2 * tokens * rows * columns
+    runs = 1 if choice is not None and choice.method.in_turn else 2
+    forward = runs * 2 * tokens * rows * columns
     if choice is None:
         return forward
     moments = tokens * columns**2 if choice.method.uses_second_moments else 0

@@ -332,7 +332,8 @@ def observe_expert(
                 continue
             observe = observing(observers[stream], stream, group, batch, part.gates.square())
             last = stream is Stream.EXPERT_HIDDEN and writer is None
-            observed[stream] = WatchedGroup(group, observe) if last else ObservedGroup(group, observe)
+            runs = run.as_it_runs(group, run.blueprint.module_name(index, streams[stream][0], 0))
+            observed[stream] = WatchedGroup(group, observe) if last else ObservedGroup(runs, observe)
         y = run_expert(x, observed, run.blueprint.config.activation)
         if writer is not None:
             writer.add(part.tokens, y * part.gates.unsqueeze(1))

@@ -45,14 +45,14 @@ class HiddenStates:
 
     def read(self, step: int, begin: int, end: int) -> Tensor:
         """[end - begin, T, hidden] float32. UserError when the file is shorter than that."""
-        data = bytearray((end - begin) * self.window_bytes)
+        states = torch.empty(end - begin, *self.shape[1:])
         path = self.path(step)
         with disk_errors(path, 0, "read"), path.open("rb") as file:
             file.seek(begin * self.window_bytes)
-            found = file.readinto(data)
-        if found != len(data):
+            found = file.readinto(states.view(-1).view(torch.uint8).numpy().data)
+        if found != states.nbytes:
             raise UserError(f"{path} is shorter than it must be; start again with --overwrite")
-        return torch.frombuffer(data, dtype=torch.float32).view(end - begin, *self.shape[1:])
+        return states
 
     def gather(self, step: int, tokens: Tensor) -> Tensor:
         """[n, hidden] float32: the states of `tokens`, ascending int64 positions in the flat [windows * T]."""

@@ -17,6 +17,7 @@ HEAD_ROWS = 256  # predictions whose gradient is taken together
 _CALIBRATED_TOGETHER = (
     1024  # tokens; of more the intermediate tensors leave the cache, and nothing gets faster
 )
+_HELD = 256 << 20  # bytes of inputs that are held although half a layer has fewer
 _RANGE_STEP = 128
 _SOLVED = 40  # bytes for each value of a linear that is solved whole, measured and rounded up
 _GAINED = 18  # bytes for each weight of the linear whose output gain is fitted: three copies, one prepared
@@ -28,13 +29,21 @@ _PREPARED = 6  # bytes for each weight that a narrow matrix unit reads, beside i
 class MemoryPlan:
     """windows: calibration windows per batch; most_features: the widest range of second moments; peak: bytes.
 
-    halves: how many halves of layers are solved at the same time, each in its own thread.
+    halves: how many halves of layers are solved at the same time, each in its own thread. held: bytes for what all
+    tokens bring to a linear, until it runs.
     """
 
     windows: int
     most_features: int | None
     peak: int
     halves: int = 1
+    held: int = 0
+
+
+def held_inputs(blueprint: Blueprint, layer: int, half: Half, tokens: int) -> int:
+    """Bytes, in bfloat16, of what the last linear of a half outside routed experts reads of all tokens."""
+    *_, sites = blueprint.streams(layer, half).values()
+    return 2 * tokens * blueprint.linear_shape(sites[0], layer)[1]
 
 
 def moment_ranges(features: int, most: int | None) -> tuple[int, ...]:
@@ -210,13 +219,15 @@ def plan_memory(
     prepared: bool = False,
     crossed: bool = False,
     moments: bool = True,
+    in_turn: bool = False,
     threads: int = 1,
 ) -> MemoryPlan:
     """Choose batch and ranges; UserError for a ceiling that nothing fits under.
 
-    moments: whether any method of the plan gathers second moments. threads: that may each solve a half of its own,
-    where nothing runs forward. largest: values of a tensor; whole: values of the largest linear that is solved in one
-    piece without data.
+    moments: whether any method of the plan gathers second moments. in_turn: whether any takes linears in turn, for
+    which inputs are held where they need no more than half a layer does. threads: that may each solve a half of its
+    own, where nothing runs forward. largest: values of a tensor; whole: values of the largest linear that is solved
+    in one piece without data.
     """
     streaming = max(min(_PIECES, 12 * 4 * largest), _SOLVED * whole)
     if not recipe.calibrates or blueprint is None:
@@ -237,6 +248,11 @@ def plan_memory(
     kinds = _kinds(blueprint)
     widest = max(columns for layer in kinds for _, columns in _opened(blueprint, layer))
 
+    wanted = 0
+    if forward and in_turn:
+        tokens = recipe.samples * recipe.length
+        wanted = max(held_inputs(blueprint, layer, half, tokens) for layer in kinds for half in Half)
+
     def fixed(most: int | None) -> int:
         solving = max(
             half_memory(blueprint, layer, half, most, prepared=prepared, crossed=crossed, moments=moments)
@@ -249,7 +265,11 @@ def plan_memory(
         each = fixed(most) - BASE
         room = threads if recipe.max_memory is None else (recipe.max_memory - BASE) // each
         halves = 1 if forward else max(1, min(threads, room))
-        return MemoryPlan(windows, most, BASE + halves * each + windows * per_window, halves)
+        peak = BASE + halves * each + windows * per_window
+        held = wanted if wanted <= max(_HELD, each) else 0
+        if recipe.max_memory is not None and peak + held > recipe.max_memory:
+            held = 0
+        return MemoryPlan(windows, most, peak + held, halves, held)
 
     if recipe.max_memory is None:
         return planned(batch, None)

@@ -180,6 +180,7 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         crossed=any(is_biased(one.arithmetic.activation_cast) for one in choices),
         # A folder of statistics has them, whoever reads it.
         moments=recipe.statistics is not None or any(one.method.uses_second_moments for one in choices),
+        in_turn=any(one.method.in_turn for one in choices),
         threads=torch.get_num_threads(),
     )
     return Plan(

@@ -6,7 +6,7 @@ half a layer, and of routed experts one; hidden states between halves live in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qwen_quantize.calibrators.observers import InputObserver, InputStatistics, residual_weight
+from qwen_quantize.calibrators.problem import LayerSolution
 from qwen_quantize.engine.layer import Layer
 from qwen_quantize.engine.linear import LinearGroup, ObservedGroup, PlainGroup, WatchedGroup
 from qwen_quantize.engine.model import run_attention, run_mlp
@@ -134,17 +135,55 @@ def solve_and_write(
 ) -> tuple[LinearGroup, list[dict[str, Any]]]:
     """(the group that runs on, records); a group that the patterns keep, or that will not run, stays as it is."""
     if modules[0] not in run.plan.selection.quantized:
-        return plain, []
+        return run.as_it_runs(plain, modules[0]), []
+    solved = solve(run, modules, plain, statistics)
+    records = write_solved(run, plain, solved, statistics)
+    return running_group(run, modules, plain, solved, statistics) if run.propagates else plain, records
+
+
+def solve(
+    run: Calibration, modules: Sequence[str], plain: PlainGroup, statistics: InputStatistics | None
+) -> dict[str, LayerSolution]:
+    """The group's linears by name; none of a group that the patterns keep."""
+    if modules[0] not in run.plan.selection.quantized:
+        return {}
     choice = run.plan.choice_of(modules[0])
-    solved = solve_group(choice, modules, plain, statistics, factors_of(choice.method, statistics))
-    amax = None if statistics is None else float(statistics.amax.max())
+    return solve_group(choice, modules, plain, statistics, factors_of(choice.method, statistics))
+
+
+def write_solved(
+    run: Calibration,
+    plain: PlainGroup,
+    solved: Mapping[str, LayerSolution],
+    statistics: InputStatistics | None,
+) -> list[dict[str, Any]]:
+    """Put a solved group into the output folder; its records."""
+    if not solved:
+        return []
     biases = [None] * len(solved) if plain.bias is None else torch.split(plain.bias, list(plain.sizes))
-    records = [
-        asdict(write_linear(run.plan, run.folder, name, solution, amax, bias))
+    return [
+        asdict(write_linear(run.plan, run.folder, name, solution, _amax(statistics), bias))
         for (name, solution), bias in zip(solved.items(), biases, strict=True)
     ]
+
+
+def running_group(
+    run: Calibration,
+    modules: Sequence[str],
+    plain: PlainGroup,
+    solved: Mapping[str, LayerSolution],
+    statistics: InputStatistics | None,
+) -> LinearGroup:
+    """The solved group as the chip will run it."""
+    if not solved:
+        return run.as_it_runs(plain, modules[0])
     weights = {name: solution.quantized for name, solution in solved.items()}
-    return quantized_group(choice, plain, weights, amax) if run.propagates else plain, records
+    group = quantized_group(run.plan.choice_of(modules[0]), plain, weights, _amax(statistics))
+    return run.as_it_runs(group, modules[0])
+
+
+def _amax(statistics: InputStatistics | None) -> float | None:
+    return None if statistics is None else float(statistics.amax.max())
 
 
 def check_half(run: ObservedRun, index: int, half: Half, layer: Layer) -> None:
@@ -179,7 +218,8 @@ def observe_half(
         observers[stream] = observer
         observe = observing(observer, stream, group, batch)
         writes = stream in RESIDUAL_WRITERS and writer is None
-        groups[stream] = WatchedGroup(group, observe) if writes else ObservedGroup(group, observe)
+        runs = run.as_it_runs(group, module)
+        groups[stream] = WatchedGroup(group, observe) if writes else ObservedGroup(runs, observe)
     observed = Layer(groups, layer.tensors, None)
     for begin, end in run.batches():
         hidden = run.states.read(half_step(index, half), begin, end)

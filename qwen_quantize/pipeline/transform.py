@@ -213,7 +213,7 @@ def _kept_type(run: Calibration, name: str) -> torch.dtype:
 class Moved:
     """Half a layer with its factors moved. written: names of tensors in the output; records: for the manifest.
 
-    expert_move: what routed experts have to follow when it is their turn.
+    expert_move: what routed experts have to follow when it is their turn; moves: all that were made.
     """
 
     layer: Layer
@@ -221,6 +221,7 @@ class Moved:
     written: tuple[str, ...] = ()
     records: tuple[dict[str, Any], ...] = ()
     expert_move: Move | None = None
+    moves: tuple[Move, ...] = ()
 
 
 def move_half(
@@ -243,7 +244,7 @@ def move_half(
     tensors = LayerTensors(tensors.weights, tensors.biases, dict(layer.tensors))
     found = statistics
     written: list[str] = []
-    records = []
+    moves: list[Move] = []
     expert_move = None
     for pair in scale_pairs(blueprint, index, half):
         if pair.stream not in found or not can_move(run.plan, blueprint, index, pair):
@@ -254,12 +255,13 @@ def move_half(
             continue
         tensors, names = apply_move(run, index, move, tensors)
         written += names
-        records.append(move.record())
+        moves.append(move)
         found[pair.stream] = moved_statistics(found[pair.stream], move)
         if any("{expert}" in site.path for site in pair.readers):
             expert_move = move
     moved = Layer(groups_of(groups, tensors), tensors.tensors, layer.experts)
-    return Moved(moved, found, tuple(written), tuple(records), expert_move)
+    records = tuple(move.record() for move in moves)
+    return Moved(moved, found, tuple(written), records, expert_move, tuple(moves))
 
 
 def _readers(

@@ -1,0 +1,151 @@
+"""Half a layer whose last linear is calibrated behind the quantized ones: what runs on, what is seen, who does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qwen_quantize.calibrators.grid_weights import solve_rounding
+from qwen_quantize.calibrators.problem import LayerProblem
+from qwen_quantize.calibrators.range_search import stored_scale
+from qwen_quantize.checkpoint.source import open_source
+from qwen_quantize.engine.load import ModelReader
+from qwen_quantize.engine.streamed import StreamedModel
+from qwen_quantize.formats.cast_rule import RNE_SATURATE
+from qwen_quantize.formats.schemes import SCHEMES
+from qwen_quantize.formats.spec import FloatFormat
+from qwen_quantize.formats.tables import BF16, FP16, FP32
+from qwen_quantize.models.blueprint import Half
+from qwen_quantize.pipeline import calibrate, memory
+from qwen_quantize.pipeline.calibration import Calibration
+from qwen_quantize.pipeline.in_turn import divided_solution
+from qwen_quantize.pipeline.journal import Journal
+from qwen_quantize.pipeline.recipe import Recipe
+from tests.cli.test_resume import hashes
+from tests.pipeline.test_methods import invoke, make, options_in, run
+
+Step = Callable[[Calibration, int, Half], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    folder = tmp_path_factory.mktemp("in-turn")
+    model = make(folder / "model", "qwen3")
+    return [
+        "--model-path", model, "--quant-method", "awq", "--no-validate", "--group-size", "32", *options_in(folder),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_the_next_half_reads_what_the_written_one_gives(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize: Step = calibrate.quantize_in_turn
+    states: dict[int, torch.Tensor] = {}
+
+    def keeping(run: Calibration, layer: int, half: Half) -> dict[str, Any]:
+        if layer == 0 and half is Half.ATTENTION:
+            states[0] = run.states.read(0, 0, 8)
+        record = quantize(run, layer, half)
+        if half is Half.MLP and not run.is_last(layer):
+            states[layer + 1] = run.states.read(2 * layer + 2, 0, 8)
+        return record
+
+    monkeypatch.setattr(calibrate, "quantize_in_turn", keeping)
+    model, out = make(tmp_path / "model", family), tmp_path / "out"
+    options = ["--quant-method", "awq", "--no-validate", "--group-size", "32", *options_in(tmp_path)]
+    run("--model-path", model, "--output-path", out, *options)
+    written = StreamedModel(ModelReader(open_source(out)))
+    assert sorted(states) == list(range(written.num_layers))
+    original = StreamedModel(ModelReader(open_source(model)))
+    hidden = unquantized = states[0]
+    for layer in range(written.num_layers - 1):
+        written.open_layer(layer)
+        original.open_layer(layer)
+        hidden, unquantized = written.run_layer(hidden), original.run_layer(unquantized)
+        # Products of bfloat16 numbers here, of float32 ones there.
+        added = states[layer + 1] - states[layer]
+        assert (hidden - states[layer + 1]).norm() < 0.01 * added.norm()
+        assert (hidden - unquantized).norm() > 0.03 * added.norm()
+
+
+@pytest.mark.parametrize("stop_after", [1, 2])
+def test_an_interrupted_run_resumes_to_the_same_bytes(
+    stop_after: int, command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(*command, "--output-path", tmp_path / "whole")
+    finish: Callable[..., None] = Journal.finish
+    seen: list[str] = []
+
+    def stopping(self: Journal, unit: str, record: dict[str, object]) -> None:
+        finish(self, unit, record)
+        seen.append(unit)
+        if len(seen) == stop_after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "finish", stopping)
+        assert invoke(*command, "--output-path", tmp_path / "out").exit_code == 130
+    run(*command, "--output-path", tmp_path / "out", "--resume")
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("method", "family", "expected"),
+    [("awq", "qwen3", 4), ("awq_v2", "qwen3", 0), ("awq", "deepseek-v3", 1)],
+)
+def test_who_takes_linears_in_turn(
+    method: str, family: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with latent attention and experts, only the dense MLP in its first layer."""
+    quantize: Step = calibrate.quantize_in_turn
+    seen: list[tuple[int, Half]] = []
+
+    def counting(run: Calibration, layer: int, half: Half) -> dict[str, Any]:
+        seen.append((layer, half))
+        return quantize(run, layer, half)
+
+    monkeypatch.setattr(calibrate, "quantize_in_turn", counting)
+    model = make(tmp_path / "model", family)
+    options = ["--quant-method", method, "--no-validate", "--group-size", "32", *options_in(tmp_path)]
+    run("--model-path", model, "--output-path", tmp_path / "out", *options)
+    assert len(seen) == expected
+
+
+def test_without_room_for_inputs_linears_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_HELD", 0)
+    model = make(tmp_path / "model", "qwen3")
+    blueprint = ModelReader(open_source(model)).blueprint
+    recipe = Recipe(str(model), "cpu", "awq", samples=4096, length=64, dataset="text")
+    assert memory.held_inputs(blueprint, 0, Half.MLP, 4096 * 64) > memory.half_memory(
+        blueprint, 0, Half.MLP, None
+    )
+    assert memory.plan_memory(recipe, blueprint, 0, in_turn=True).held == 0
+    few = memory.plan_memory(replace(recipe, samples=8), blueprint, 0, in_turn=True)
+    assert few.held == memory.held_inputs(blueprint, 0, Half.MLP, 8 * 64)
+    without = memory.plan_memory(replace(recipe, samples=8), blueprint, 0)
+    assert few.peak == without.peak + few.held
+    tight = replace(recipe, samples=8, max_memory=without.peak)
+    assert memory.plan_memory(tight, blueprint, 0, in_turn=True) == without
+
+
+@pytest.mark.parametrize("format_", [FP32, FP16, BF16])
+def test_divided_rows_keep_their_codes(format_: FloatFormat) -> None:
+    spec = replace(SCHEMES["w4a16"].with_group(32).with_zero_point().weight, scale_format=format_)
+    scheme = replace(SCHEMES["w4a16"].with_group(32), weight=spec)
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    solution = solve_rounding(LayerProblem("sample", weight, scheme, RNE_SATURATE))
+    rows, divisor = torch.tensor([1, 2, 5]), torch.tensor([0.37, 2.6, 1.9])
+    divided = divided_solution(solution, rows, divisor, format_).quantized
+    assert torch.equal(divided.codes, solution.quantized.codes)
+    expected = solution.quantized.dequantize()
+    expected[rows] /= divisor.unsqueeze(1)
+    torch.testing.assert_close(divided.dequantize(), expected, rtol=2.0**-format_.mantissa_bits, atol=0)
+    assert torch.equal(divided.scale, stored_scale(divided.scale, format_))  # as it can be written
+    kept = [0, 3, 4, 6, 7]
+    assert torch.equal(divided.scale[kept], solution.quantized.scale[kept])
