@@ -97,8 +97,9 @@ class Calibration:
         )
 
     def as_it_runs(self, group: LinearGroup, module: str, /) -> LinearGroup:
-        """Where the chip reads 16-bit activations, they and the weights are multiplied as bfloat16 numbers."""
-        return Bfloat16Group(group) if self.plan.choice_of(module).scheme.activation is None else group
+        """Under a method that is to be quick, 16-bit activations and the weights are multiplied as bfloat16 numbers."""
+        choice = self.plan.choice_of(module)
+        return Bfloat16Group(group) if choice.method.in_turn and choice.scheme.activation is None else group
 
     def is_last(self, layer: int) -> bool:
         """Whether nobody reads the layer's output."""

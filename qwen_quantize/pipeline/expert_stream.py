@@ -185,7 +185,9 @@ def _quantize_expert(
             plain = groups[stream]
             assert isinstance(plain, PlainGroup)
             chosen = names[0] in run.plan.selection.quantized
-            quantized[stream] = written_group(run.plan, run.folder, names, plain) if chosen else plain
+            quantized[stream] = run.as_it_runs(
+                written_group(run.plan, run.folder, names, plain) if chosen else plain, names[0]
+            )
     else:
         inputs = _inputs_of(run, layer, index, groups, routed, routing)
         coverage, statistics = expert_statistics(

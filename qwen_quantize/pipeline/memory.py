@@ -42,8 +42,8 @@ class MemoryPlan:
 
 def held_inputs(blueprint: Blueprint, layer: int, half: Half, tokens: int) -> int:
     """Bytes, in bfloat16, of what the last linear of a half outside routed experts reads of all tokens."""
-    *_, sites = blueprint.streams(layer, half).values()
-    return 2 * tokens * blueprint.linear_shape(sites[0], layer)[1]
+    streams = tuple(blueprint.streams(layer, half).values())
+    return 2 * tokens * blueprint.linear_shape(streams[-1][0], layer)[1] if streams else 0
 
 
 def moment_ranges(features: int, most: int | None) -> tuple[int, ...]:

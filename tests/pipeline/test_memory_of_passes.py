@@ -99,8 +99,8 @@ def test_only_methods_that_gather_moments_count_them(source: CheckpointSource, r
     without = half_memory(blueprint, 0, Half.MLP, None, moments=False)
     widest = max(blueprint.linear_shape(site, 0)[1] for site in blueprint.sites(0, Half.MLP))
     assert with_moments - without >= 16 * widest**2
-    peaks = {method: make_plan(recipe(method), source).memory.peak for method in ("awq", "gptq")}
-    assert peaks["awq"] <= peaks["gptq"]
+    plans = {method: make_plan(recipe(method), source).memory for method in ("awq", "gptq")}
+    assert plans["awq"].peak - plans["awq"].held <= plans["gptq"].peak
 
 
 def test_every_scheme_of_a_mixture_says_what_the_chip_does(source: CheckpointSource) -> None:

@@ -116,15 +116,15 @@ def test_a_move_changes_no_logit(
 
     model, out = make(tmp_path / "model", family), tmp_path / "out"
     moved: dict[str, torch.Tensor] = {}
-    solve_and_write = stream.solve_and_write
+    write_solved = stream.write_solved
 
-    def keeping(run: Any, modules: list[str], plain: Any, statistics: Any) -> Any:
-        for module, weight in zip(modules, torch.split(plain.weight, list(plain.sizes)), strict=True):
+    def keeping(run: Any, plain: Any, solved: Any, statistics: Any) -> Any:
+        for module, weight in zip(solved, torch.split(plain.weight, list(plain.sizes)), strict=True):
             moved[f"{module}.weight"] = weight.clone()
-        return solve_and_write(run, modules, plain, statistics)
+        return write_solved(run, plain, solved, statistics)
 
-    monkeypatch.setattr(stream, "solve_and_write", keeping)
-    monkeypatch.setattr("qwen_quantize.pipeline.expert_stream.solve_and_write", keeping)
+    monkeypatch.setattr(stream, "write_solved", keeping)
+    monkeypatch.setattr("qwen_quantize.pipeline.in_turn.write_solved", keeping)
     run("--model-path", model, "--output-path", out, "--quant-method", "awq", "--no-validate", *common)
     source = load_file(model / "model.safetensors")
     written = load_file(out / "model.safetensors")
