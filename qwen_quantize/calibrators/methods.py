@@ -27,8 +27,9 @@ class Method:
     uses_second_moments: of the inputs, for the solver or the transform, where mean squares are not enough.
     compensates: the solver wants their factors. damping, damping_floor: of those factors, see `factorize`.
     any_scheme: it fills every scheme without a method of its own. needs_data: it means nothing without text.
-    also: schemes beside its own that it fills. in_turn: to be quick, the last linear of half a layer is calibrated on what comes
-    out of the others quantized, so that each runs once, and factors moved into it go through the rounding before it.
+    also: schemes beside its own that it fills. in_turn: to be quick, the last linear of half a layer is calibrated on
+    what comes out of the others quantized, so that each runs once, on bfloat16 products, and factors moved into it go
+    through the rounding before it.
     """
 
     name: str
