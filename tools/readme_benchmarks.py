@@ -60,7 +60,7 @@ def _kv_cache(say: Language, found: Any) -> str:
             rows.append([f"{row['model']}, {say('same experts')}", words, size, *_contest(same)])
     text = f"{text}\n{say('kv_contest_words')}"
     if any("same_experts" in row["mixed"] for row in found["contests"]):
-        text += f" {say('kv_same_experts_words')}"
+        text += ("" if text.endswith("。") else " ") + say("kv_same_experts_words")
     return f"{text}\n\n{table(head, rows)}"
 
 

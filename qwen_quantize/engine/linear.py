@@ -77,7 +77,8 @@ class PlainGroup:
 class Bfloat16Group:
     """A group whose products are of numbers rounded to bfloat16, with float32 sums, where the CPU has a unit for that.
 
-    Elsewhere they stay float32. It is what a chip makes of 16-bit activations, and several times as fast.
+    Elsewhere, and with a torch older than this setting, they stay float32. It is what a chip makes of 16-bit
+    activations, and several times as fast. The setting is the whole process's while the group runs.
     """
 
     inner: LinearGroup
@@ -87,7 +88,9 @@ class Bfloat16Group:
         return self.inner.nbytes
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        products = _MKLDNN.matmul
+        products = getattr(_MKLDNN, "matmul", None)
+        if products is None:
+            return self.inner(x)
         before = products.fp32_precision
         products.fp32_precision = "bf16"
         try:

@@ -46,6 +46,7 @@ def calibrate(run: Calibration, tokens: Tensor, progress: Progress) -> None:
 def _quantize(run: Calibration, layer: int, half: Half) -> dict[str, Any]:
     if half is Half.MLP and run.blueprint.num_experts(layer):
         return quantize_experts_half(run, layer)
-    if runs_in_turn(run, layer, half):
+    windows, length, _ = run.states.shape
+    if runs_in_turn(run.plan, run.blueprint, layer, half, windows * length):
         return quantize_in_turn(run, layer, half)
     return quantize_half(run, layer, half)

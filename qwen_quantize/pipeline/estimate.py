@@ -18,6 +18,7 @@ from qwen_quantize.checkpoint.disk import free_bytes
 from qwen_quantize.checkpoint.source import CheckpointSource
 from qwen_quantize.models.blueprint import Blueprint, Half
 from qwen_quantize.pipeline.choices import LinearChoice
+from qwen_quantize.pipeline.in_turn import runs_in_turn
 from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.tensors import Action
 
@@ -104,10 +105,11 @@ def _operations(plan: Plan, blueprint: Blueprint) -> float:
     total = 0.0
     for layer in range(blueprint.num_layers):
         for half in Half:
+            runs = 1 if runs_in_turn(plan, blueprint, layer, half, tokens) else 2
             for sites in blueprint.streams(layer, half).values():
                 shapes = [blueprint.linear_shape(site, layer) for site in sites]
                 choice = plan.choices.get(blueprint.module_name(layer, sites[0]))
-                total += _group_operations(shapes, tokens, choice)
+                total += _group_operations(shapes, tokens, choice, runs)
         experts = blueprint.num_experts(layer)
         if not experts:
             continue
@@ -116,15 +118,19 @@ def _operations(plan: Plan, blueprint: Blueprint) -> float:
         for sites in blueprint.expert_streams(layer).values():
             shapes = [blueprint.linear_shape(site, layer) for site in sites]
             choice = plan.choices.get(blueprint.module_name(layer, sites[0], 0))
-            total += experts * _group_operations(shapes, int(share), choice)
+            total += experts * _group_operations(shapes, int(share), choice, 2)
     return total
 
 
-def _group_operations(shapes: list[tuple[int, int]], tokens: int, choice: LinearChoice | None) -> float:
-    """Of one group that shares an input; float64 work counts double. choice: None for a group that stays."""
+def _group_operations(
+    shapes: list[tuple[int, int]], tokens: int, choice: LinearChoice | None, runs: int
+) -> float:
+    """Of one group that shares an input; float64 work counts double. choice: None for a group that stays.
+
+    runs: how often all tokens run through it.
+    """
     columns = shapes[0][1]
     rows = sum(shape[0] for shape in shapes)
-    runs = 1 if choice is not None and choice.method.in_turn else 2
     forward = runs * 2 * tokens * rows * columns
     if choice is None:
         return forward

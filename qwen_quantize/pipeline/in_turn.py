@@ -22,11 +22,12 @@ from qwen_quantize.calibrators.range_search import stored_scale
 from qwen_quantize.engine.layer import Layer
 from qwen_quantize.engine.linear import PlainGroup, WatchedGroup
 from qwen_quantize.engine.model import attention_input, attention_output, mlp_input, mlp_output
-from qwen_quantize.formats.spec import Format, IntFormat
-from qwen_quantize.models.blueprint import Half, Stream
+from qwen_quantize.formats.spec import FloatFormat, Format, IntFormat
+from qwen_quantize.models.blueprint import Blueprint, Half, Stream
 from qwen_quantize.models.scale_pairs import RowsProducer
 from qwen_quantize.pipeline.calibration import Batch, Calibration
-from qwen_quantize.pipeline.memory import held_inputs
+from qwen_quantize.pipeline.memory import HALF_ENDS, held_inputs
+from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.solving import stream_record
 from qwen_quantize.pipeline.stream import (
     check_half,
@@ -40,30 +41,22 @@ from qwen_quantize.pipeline.stream import (
 )
 from qwen_quantize.pipeline.transform import Move, move_half
 
-_ENDS = {
-    Half.ATTENTION: (Stream.ATTENTION_INPUT, Stream.ATTENTION_OUTPUT),
-    Half.MLP: (Stream.MLP_INPUT, Stream.MLP_HIDDEN),
-}
 
-
-def runs_in_turn(run: Calibration, index: int, half: Half) -> bool:
+def runs_in_turn(plan: Plan, blueprint: Blueprint, index: int, half: Half, tokens: int) -> bool:
     """Whether the half is linears of one input and then a last one, each of a method and scheme that allow it.
 
     Codes can stay when a row is divided only where integers have scales of their own in each row. What reaches the
-    last linear has to fit into the memory that the plan has for it.
+    last linear of `tokens` tokens has to fit into the memory that the plan has for it.
     """
-    first, last = _ENDS[half]
-    if tuple(run.blueprint.streams(index, half)) != (first, last):
+    held = held_inputs(blueprint, index, half, tokens)
+    if held is None or held > plan.memory.held:
         return False
-    windows, length, _ = run.states.shape
-    if held_inputs(run.blueprint, index, half, windows * length) > run.plan.memory.held:
-        return False
-    choices = [run.plan.choice_of(module) for module in run.modules(index, run.blueprint.sites(index, half))]
+    modules = [blueprint.module_name(index, site) for site in blueprint.sites(index, half)]
     return all(
         choice.method.in_turn
         and isinstance(choice.scheme.weight.format, IntFormat)
         and choice.scheme.weight.granularity.block_shape((2, 1))[0] == 1
-        for choice in choices
+        for choice in map(plan.choice_of, modules)
     )
 
 
@@ -94,7 +87,8 @@ def quantize_in_turn(run: Calibration, index: int, half: Half) -> dict[str, Any]
     factors = None
     for move in moved.moves:
         factors = expand_tied(move.scale, tie_of(move.pair))
-        solved = _divided(run, index, solved, move)
+        if isinstance(move.pair.producer, RowsProducer):
+            solved = _divided(run, index, solved, move) or solve(run, first_modules, plain, seen)
     linears = write_solved(run, plain, solved, seen)
     behind = moved.statistics[last]
     solved = solve(run, last_modules, end, behind)
@@ -121,7 +115,7 @@ def _observer(run: Calibration, layer: Layer, index: int, half: Half, stream: St
 
 def _observe_input(run: Calibration, layer: Layer, index: int, half: Half) -> InputStatistics:
     """Of the norm in front of the half, which no linear has to run for."""
-    first, step = _ENDS[half][0], half_step(index, half)
+    first, step = HALF_ENDS[half][0], half_step(index, half)
     observer = _observer(run, layer, index, half, first)
     normed = attention_input if half is Half.ATTENTION else mlp_input
     for begin, end in run.batches():
@@ -134,7 +128,7 @@ def _observe_last(
     run: Calibration, layer: Layer, index: int, half: Half, held: list[Tensor]
 ) -> InputStatistics:
     """Run all tokens up to the last linear. held: gets what it will read, batch by batch, in bfloat16."""
-    last, step = _ENDS[half][1], half_step(index, half)
+    last, step = HALF_ENDS[half][1], half_step(index, half)
     observer, group, batch = _observer(run, layer, index, half, last), layer.groups[last], Batch()
     assert isinstance(group, PlainGroup)
     observe = observing(observer, last, group, batch)
@@ -154,27 +148,30 @@ def _observe_last(
 
 def _divided(
     run: Calibration, index: int, solved: Mapping[str, LayerSolution], move: Move
-) -> dict[str, LayerSolution]:
-    """The first linears once `move` has divided rows of one of them."""
+) -> dict[str, LayerSolution] | None:
+    """The first linears once `move` has divided rows of one of them; None where they are better solved anew."""
     producer = move.pair.producer
     assert isinstance(producer, RowsProducer)
     name = run.blueprint.module_name(index, producer.site)
-    rows, changed = torch.tensor(producer.rows()), dict(solved)
-    if name in solved:
-        format_ = run.plan.choice_of(name).scheme.weight.scale_format
-        changed[name] = divided_solution(solved[name], rows, move.scale, format_)
-    return changed
+    if name not in solved:
+        return dict(solved)
+    scale_format = run.plan.choice_of(name).scheme.weight.scale_format
+    divided = divided_solution(solved[name], torch.tensor(producer.rows()), move.scale, scale_format)
+    return None if divided is None else {**solved, name: divided}
 
 
 def divided_solution(
     solution: LayerSolution, rows: Tensor, divisor: Tensor, scale_format: Format
-) -> LayerSolution:
+) -> LayerSolution | None:
     """`rows` [n] int64 of a solved linear divided by `divisor` [n]: the same codes under other scales.
 
-    Scales are rounded to `scale_format`; the errors on record are those of the undivided rows.
+    Scales are rounded to `scale_format`; the errors on record are those of the undivided rows. None where a scale
+    becomes so small that its type holds it in few bits: other codes may then do better.
     """
     scale = solution.quantized.scale.clone()
     scale[rows] = stored_scale(scale[rows] / divisor.unsqueeze(1), scale_format)
+    if isinstance(scale_format, FloatFormat) and bool((scale[rows].abs() < scale_format.min_normal).any()):
+        return None
     return replace(solution, quantized=replace(solution.quantized, scale=scale))
 
 

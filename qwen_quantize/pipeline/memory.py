@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from qwen_quantize.calibrators.block_fp8 import STRIP_VALUES
 from qwen_quantize.errors import UserError
-from qwen_quantize.models.blueprint import Blueprint, Half
+from qwen_quantize.models.blueprint import Blueprint, Half, Stream
 from qwen_quantize.pipeline.recipe import Recipe
 
 BASE = 350_000_000  # the interpreter with torch and this package, measured and rounded up
@@ -19,6 +19,11 @@ _CALIBRATED_TOGETHER = (
 )
 _HELD = 256 << 20  # bytes of inputs that are held although half a layer has fewer
 _RANGE_STEP = 128
+# What the first linears of half a layer read, and what its last one reads.
+HALF_ENDS = {
+    Half.ATTENTION: (Stream.ATTENTION_INPUT, Stream.ATTENTION_OUTPUT),
+    Half.MLP: (Stream.MLP_INPUT, Stream.MLP_HIDDEN),
+}
 _SOLVED = 40  # bytes for each value of a linear that is solved whole, measured and rounded up
 _GAINED = 18  # bytes for each weight of the linear whose output gain is fitted: three copies, one prepared
 _CACHE_COPIES = 8  # float32 copies of a batch's keys and values while they are packed and read
@@ -40,10 +45,15 @@ class MemoryPlan:
     held: int = 0
 
 
-def held_inputs(blueprint: Blueprint, layer: int, half: Half, tokens: int) -> int:
-    """Bytes, in bfloat16, of what the last linear of a half outside routed experts reads of all tokens."""
-    streams = tuple(blueprint.streams(layer, half).values())
-    return 2 * tokens * blueprint.linear_shape(streams[-1][0], layer)[1] if streams else 0
+def held_inputs(blueprint: Blueprint, layer: int, half: Half, tokens: int) -> int | None:
+    """Bytes, in bfloat16, of what the last linear of a half reads of all tokens.
+
+    None for a half that is not linears of one input and then a last one: latents and experts have more steps.
+    """
+    streams = blueprint.streams(layer, half)
+    if tuple(streams) != HALF_ENDS[half]:
+        return None
+    return 2 * tokens * blueprint.linear_shape(streams[HALF_ENDS[half][1]][0], layer)[1]
 
 
 def moment_ranges(features: int, most: int | None) -> tuple[int, ...]:
@@ -225,9 +235,9 @@ def plan_memory(
     """Choose batch and ranges; UserError for a ceiling that nothing fits under.
 
     moments: whether any method of the plan gathers second moments. in_turn: whether any takes linears in turn, for
-    which inputs are held where they need no more than half a layer does. threads: that may each solve a half of its
-    own, where nothing runs forward. largest: values of a tensor; whole: values of the largest linear that is solved
-    in one piece without data.
+    which inputs are held where they need no more than half a layer does, or little. threads: that may each solve a
+    half of its own, where nothing runs forward. largest: values of a tensor; whole: values of the largest linear that
+    is solved in one piece without data.
     """
     streaming = max(min(_PIECES, 12 * 4 * largest), _SOLVED * whole)
     if not recipe.calibrates or blueprint is None:
@@ -248,10 +258,11 @@ def plan_memory(
     kinds = _kinds(blueprint)
     widest = max(columns for layer in kinds for _, columns in _opened(blueprint, layer))
 
-    wanted = 0
+    wanted: set[int] = set()
     if forward and in_turn:
         tokens = recipe.samples * recipe.length
-        wanted = max(held_inputs(blueprint, layer, half, tokens) for layer in kinds for half in Half)
+        sizes = [held_inputs(blueprint, layer, half, tokens) for layer in kinds for half in Half]
+        wanted = {size for size in sizes if size is not None}
 
     def fixed(most: int | None) -> int:
         solving = max(
@@ -266,9 +277,10 @@ def plan_memory(
         room = threads if recipe.max_memory is None else (recipe.max_memory - BASE) // each
         halves = 1 if forward else max(1, min(threads, room))
         peak = BASE + halves * each + windows * per_window
-        held = wanted if wanted <= max(_HELD, each) else 0
-        if recipe.max_memory is not None and peak + held > recipe.max_memory:
-            held = 0
+        most_held = max(_HELD, each)
+        if recipe.max_memory is not None:
+            most_held = min(most_held, recipe.max_memory - peak)
+        held = max((size for size in wanted if size <= most_held), default=0)
         return MemoryPlan(windows, most, peak + held, halves, held)
 
     if recipe.max_memory is None:

@@ -133,6 +133,7 @@ def _fill(
         "chip": "+".join(dict.fromkeys(one.arithmetic.fingerprint for one in plan.distinct_choices)),
         # Sums depend on how they are split, so a resumed run must split them the same way.
         "number of threads": 1 if isinstance(calibration, StatisticsFolder) else torch.get_num_threads(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
         "kernels": "native" if native_library() is not None else "torch",
     }
     journal = Journal(folder.staging / "journal.jsonl", identity, resume)

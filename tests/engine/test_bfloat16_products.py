@@ -17,13 +17,15 @@ def test_products_are_of_rounded_numbers_or_stay() -> None:
     x, weight = torch.randn(2, 96, 512, generator=generator), torch.randn(384, 512, generator=generator)
     plain = PlainGroup(weight, torch.randn(384, generator=generator), (128, 256))
     rounded = PlainGroup(weight.bfloat16().float(), plain.bias, plain.sizes)
+    has_unit = hasattr(_MKLDNN, "matmul") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     before = plain(x)
     expected = rounded(x.bfloat16().float())
     found = Bfloat16Group(plain)(x)
     assert [part.dtype for part in found] == [torch.float32] * 2
     for one, of_rounded, exact in zip(found, expected, before, strict=True):
-        near = (one - of_rounded).norm() < 1e-5 * exact.norm()  # nothing but the order of float32 sums
-        assert near or torch.equal(one, exact)
+        if has_unit:
+            assert (one - of_rounded).norm() < 1e-5 * exact.norm()  # nothing but the order of float32 sums
+        assert torch.equal(one, exact) != has_unit
     for one, exact in zip(plain(x), before, strict=True):
         assert torch.equal(one, exact)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from qwen_quantize.calibrators.grid_weights import solve_rounding
 from qwen_quantize.calibrators.problem import LayerProblem
@@ -141,7 +142,9 @@ def test_divided_rows_keep_their_codes(format_: FloatFormat) -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     solution = solve_rounding(LayerProblem("sample", weight, scheme, RNE_SATURATE))
     rows, divisor = torch.tensor([1, 2, 5]), torch.tensor([0.37, 2.6, 1.9])
-    divided = divided_solution(solution, rows, divisor, format_).quantized
+    found = divided_solution(solution, rows, divisor, format_)
+    assert found is not None
+    divided = found.quantized
     assert torch.equal(divided.codes, solution.quantized.codes)
     expected = solution.quantized.dequantize()
     expected[rows] /= divisor.unsqueeze(1)
@@ -149,3 +152,30 @@ def test_divided_rows_keep_their_codes(format_: FloatFormat) -> None:
     assert torch.equal(divided.scale, stored_scale(divided.scale, format_))  # as it can be written
     kept = [0, 3, 4, 6, 7]
     assert torch.equal(divided.scale[kept], solution.quantized.scale[kept])
+
+
+def test_scales_that_would_lose_bits_are_found_anew() -> None:
+    scheme = SCHEMES["w4a16"].with_group(32)
+    weight = 1e-4 * torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    solution = solve_rounding(LayerProblem("sample", weight, scheme, RNE_SATURATE))
+    rows, divisor = torch.tensor([1, 2]), torch.tensor([100.0, 100.0])
+    assert divided_solution(solution, rows, divisor, FP16) is None
+    assert divided_solution(solution, rows, divisor, BF16) is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next"])
+def test_a_norm_inside_the_half_is_divided_too(family: str, tmp_path: Path) -> None:
+    """That of a delta-net, which all its heads share, stands where other attention has rows of values."""
+    model = make(tmp_path / "model", family)
+    state = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    norms = [name for name in state if name.endswith("linear_attn.norm.weight")]
+    for name in norms:
+        state[name] = state[name] * torch.exp(1.5 * torch.randn(state[name].shape, generator=generator))
+    save_file(state, model / "model.safetensors", metadata={"format": "pt"})
+    out = tmp_path / "out"
+    options = ["--quant-method", "awq", "--group-size", "0", *options_in(tmp_path)]
+    record = run("--model-path", model, "--output-path", out, *options)
+    assert record["validation"]["kl_mean"] < 0.3, record["validation"]
+    written = load_file(out / "model.safetensors")
+    assert any(not torch.equal(written[name], state[name]) for name in norms)
