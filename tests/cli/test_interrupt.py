@@ -21,6 +21,12 @@ print(names.get(how, "ends"), flush=True)
 time.sleep(20 if how is not signal.SIG_IGN else 0)
 raise SystemExit("waited for nothing")
 """
+# Who runs the tests in the background may have them ignore Ctrl-C, and programs pass that on.
+HEEDING = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 def started(package: str, folder: Path, command: list[str]) -> subprocess.Popen[str]:
@@ -56,7 +62,7 @@ def as_installed() -> list[str]:
 def test_an_interrupted_start_is_one_line(
     command: list[str], package: str, handling: str, words: str, tmp_path: Path
 ) -> None:
-    with started(package, tmp_path, list(command)) as process:
+    with started(package, tmp_path, [sys.executable, "-c", HEEDING, *command[1:]]) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == f"{handling}\n"
         process.send_signal(signal.SIGINT)
