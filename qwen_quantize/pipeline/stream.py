@@ -134,8 +134,6 @@ def solve_and_write(
     run: Calibration, modules: Sequence[str], plain: PlainGroup, statistics: InputStatistics | None
 ) -> tuple[LinearGroup, list[dict[str, Any]]]:
     """(the group that runs on, records); a group that the patterns keep, or that will not run, stays as it is."""
-    if modules[0] not in run.plan.selection.quantized:
-        return run.as_it_runs(plain, modules[0]), []
     solved = solve(run, modules, plain, statistics)
     records = write_solved(run, plain, solved, statistics)
     return running_group(run, modules, plain, solved, statistics) if run.propagates else plain, records

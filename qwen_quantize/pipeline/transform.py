@@ -211,17 +211,21 @@ def _kept_type(run: Calibration, name: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Half a layer with its factors moved. written: names of tensors in the output; records: for the manifest.
+    """Half a layer with its factors moved. written: names of tensors in the output; moves: all that were made.
 
-    expert_move: what routed experts have to follow when it is their turn; moves: all that were made.
+    expert_move: what routed experts have to follow when it is their turn.
     """
 
     layer: Layer
     statistics: dict[Stream, InputStatistics]
     written: tuple[str, ...] = ()
-    records: tuple[dict[str, Any], ...] = ()
-    expert_move: Move | None = None
     moves: tuple[Move, ...] = ()
+    expert_move: Move | None = None
+
+    @property
+    def records(self) -> tuple[dict[str, Any], ...]:
+        """For the manifest."""
+        return tuple(move.record() for move in self.moves)
 
 
 def move_half(
@@ -260,8 +264,7 @@ def move_half(
         if any("{expert}" in site.path for site in pair.readers):
             expert_move = move
     moved = Layer(groups_of(groups, tensors), tensors.tensors, layer.experts)
-    records = tuple(move.record() for move in moves)
-    return Moved(moved, found, tuple(written), records, expert_move, tuple(moves))
+    return Moved(moved, found, tuple(written), tuple(moves), expert_move)
 
 
 def _readers(

@@ -15,8 +15,8 @@ from qwen_quantize.checkpoint.contract import check_folder
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.cli.main import app
-from qwen_quantize.pipeline.journal import Journal
 from tests.cli.test_resume import hashes
+from tests.stopping import stopped_after
 from tests.tiny_models import make_tiny, make_tokenizer
 
 Run = Callable[..., Result]
@@ -83,16 +83,7 @@ def test_stopped_between_experts_it_goes_on_to_the_same_bytes(
     more = ("--quant-method", "gptq", "--calibration-dataset", dataset, "--calibration-length", 32,
             "--calibration-samples", 4, "-q")  # fmt: skip
     assert run(*asked(experts, tmp_path / "whole", *more)).exit_code == 0
-    finish, seen = Journal.finish, []
-
-    def stopping(self: Journal, unit: str, record: dict[str, object]) -> None:
-        finish(self, unit, record)
-        seen.append(unit)
-        if len(seen) == stop_at:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "finish", stopping)
+    with stopped_after(stop_at, monkeypatch):
         assert CliRunner().invoke(app, asked(experts, tmp_path / "out", *more)).exit_code == 130
     done = run(*asked(experts, tmp_path / "out", *more, "--resume"))
     assert done.exit_code == 0, done.output

@@ -25,10 +25,10 @@ from qwen_quantize.models.blueprint import Half
 from qwen_quantize.pipeline import calibrate, memory
 from qwen_quantize.pipeline.calibration import Calibration
 from qwen_quantize.pipeline.in_turn import divided_solution
-from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.recipe import Recipe
 from tests.cli.test_resume import hashes
 from tests.pipeline.test_methods import invoke, make, options_in, run
+from tests.stopping import stopped_after
 
 Step = Callable[[Calibration, int, Half], dict[str, Any]]
 
@@ -80,17 +80,7 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
     stop_after: int, command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(*command, "--output-path", tmp_path / "whole")
-    finish: Callable[..., None] = Journal.finish
-    seen: list[str] = []
-
-    def stopping(self: Journal, unit: str, record: dict[str, object]) -> None:
-        finish(self, unit, record)
-        seen.append(unit)
-        if len(seen) == stop_after:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "finish", stopping)
+    with stopped_after(stop_after, monkeypatch):
         assert invoke(*command, "--output-path", tmp_path / "out").exit_code == 130
     run(*command, "--output-path", tmp_path / "out", "--resume")
     assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")

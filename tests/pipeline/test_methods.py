@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from qwen_quantize.cli.main import app
 from qwen_quantize.engine.load import ModelReader, load_model
 from qwen_quantize.models.blueprint import Half
 from qwen_quantize.models.scale_pairs import scale_pairs
-from qwen_quantize.pipeline.journal import Journal
 from tests.cli.test_resume import hashes
+from tests.stopping import stopped_after
 from tests.tiny_models import make_tiny, make_tokenizer, words
 
 QUICK = (("awq", "qwen3"), ("awq_v2", "deepseek-v3"), ("w8a8", "mixtral"), ("nvfp4", "qwen2"))
@@ -182,17 +181,7 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command, expected = whole
-    finish: Callable[..., None] = Journal.finish
-    seen: list[str] = []
-
-    def stopping(self: Journal, unit: str, record: dict[str, object]) -> None:
-        finish(self, unit, record)
-        seen.append(unit)
-        if len(seen) == stop_after:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "finish", stopping)
+    with stopped_after(stop_after, monkeypatch):
         assert invoke(*command, "--output-path", tmp_path / "out").exit_code == 130
     run(*command, "--output-path", tmp_path / "out", "--resume")
     assert hashes(tmp_path / "out") == expected

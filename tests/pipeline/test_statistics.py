@@ -25,6 +25,7 @@ from qwen_quantize.pipeline.plan import make_plan
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.statistics_folder import StatisticsFolder, merge_streams, read_statistics
 from tests.cli.test_resume import hashes
+from tests.stopping import stopped_after
 from tests.tiny_models import make_tiny, make_tokenizer, words
 
 WINDOWS, LENGTH = 8, 32
@@ -256,16 +257,7 @@ def test_interrupted_runs_go_on(
             run(*command, "--model-path", model)
             whole = hashes(tmp_path / "out")
             shutil.rmtree(tmp_path / "out")
-        seen: list[str] = []
-
-        def stopping(self: Journal, unit: str, record: dict[str, object], seen: list[str] = seen) -> None:
-            finish(self, unit, record)
-            seen.append(unit)
-            if len(seen) == stop_after:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Journal, "finish", stopping)
+        with stopped_after(stop_after, monkeypatch) as seen:
             assert invoke(*command, "--model-path", model).exit_code == 130
         assert not (tmp_path / name).exists()
         refused("--resume", *command, "--model-path", model)
