@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def test_killed_inside_the_layer_and_resumed(fp8: bool, tmp_path: Path) -> None:
             if not out.exists():
                 subprocess.run([*process(out), "--resume"], check=True, capture_output=True)
         assert hashes(out) == expected
+        shutil.rmtree(out)  # nearly a gigabyte each
     assert kills >= 2, "the runs ended before they could be killed"
 
 
