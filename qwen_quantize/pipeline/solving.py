@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.gain import column_gain, input_maps
+from qwen_quantize.calibrators.gain import column_gain, input_maps, is_biased
 from qwen_quantize.calibrators.hessian import factorize_statistics
 from qwen_quantize.calibrators.methods import Method
 from qwen_quantize.calibrators.observers import InputStatistics
@@ -54,8 +54,11 @@ def solve_group(
 ) -> dict[str, LayerSolution]:
     """Quantize the linears of one group, in order; modules: their full names."""
     solutions = {}
-    gain = None if statistics is None else column_gain(statistics)
-    maps = () if statistics is None else input_maps(statistics, gain)
+    gain: Tensor | None = None
+    maps: tuple[Tensor, ...] = ()
+    if statistics is not None and is_biased(choice.arithmetic.activation_cast):
+        gain = column_gain(statistics)
+        maps = input_maps(statistics, gain)
     tensor_scale = shared_tensor_scale(choice.scheme, plain.weight)
     for module, weight in zip(modules, torch.split(plain.weight, list(plain.sizes)), strict=True):
         problem = LayerProblem(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from qwen_quantize.calibrators.block_fp8 import solve_block_fp8
+from qwen_quantize.calibrators.methods import METHODS
+from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
 from qwen_quantize.cli.main import app
 from tests.tiny_models import make_tiny, make_tokenizer, words
 
 NARROW = ("--assume", "accumulator.fraction_bits=6")
 FLOOR = ("--assume", "cast.rounding=floor")
+TRUNCATING = ("--assume", "cast.rounding=rtz")
 
 
 def calibrated(folder: Path, family: str, *assumed: str) -> dict[str, Any]:
@@ -45,6 +50,25 @@ def test_every_linear_says_what_became_of_its_output_gain(family: str, tmp_path:
 def test_an_fp16_register_is_said_to_overflow(tmp_path: Path) -> None:
     found = notes(calibrated(tmp_path, "qwen3-tied", "--assume", "accumulator.format=fp16"))
     assert all(any("fp16 register overflows" in note for note in linear) for linear in found)
+
+
+@pytest.mark.parametrize(("assumed", "given_back"), [((), False), (FLOOR, True), (TRUNCATING, True)])
+def test_only_what_a_biased_cast_took_is_given_back(
+    assumed: tuple[str, ...], given_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: list[LayerProblem] = []
+
+    def noting(problem: LayerProblem) -> LayerSolution:
+        problems.append(problem)
+        return solve_block_fp8(problem)
+
+    monkeypatch.setitem(METHODS, "ue8m0", replace(METHODS["ue8m0"], solve=noting))
+    calibrated(tmp_path, "qwen3-tied", *assumed)
+    assert problems
+    for problem in problems:
+        assert (problem.gain is not None) == bool(problem.maps) == given_back
+        moved = (problem.towards(problem.weight) - problem.weight).abs().max() / problem.weight.abs().max()
+        assert (float(moved) > 0.01) == given_back
 
 
 def test_wide_sums_have_no_output_gain(tmp_path: Path) -> None:
