@@ -6,7 +6,7 @@ half is calibrated on what the unquantized model would give it, not on what the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -100,12 +100,16 @@ def _moved(run: Calibration, folder: StatisticsFolder, index: int, half: Half) -
         features[Stream.EXPERT_INPUT.value] = run.blueprint.config.hidden_size
         routed = run.blueprint.expert_sites(index)[0]
         modules[Stream.EXPERT_INPUT] = run.blueprint.module_name(index, routed, 0)
-    found = folder.read(half_unit(index, half), features)
+    found = folder.read(half_unit(index, half), features, moments=_use_moments(run, modules.values()))
     seen = {
         stream: seen_by_chip(run.plan, found.pop(stream.value), modules[stream])
         for stream in map(Stream, features)
     }
     return move_half(run, index, half, layer, seen)
+
+
+def _use_moments(run: Calibration, modules: Iterable[str]) -> bool:
+    return any(run.plan.choice_of(module).method.uses_second_moments for module in modules)
 
 
 def _compile_experts_half(run: Calibration, folder: StatisticsFolder, index: int) -> dict[str, Any]:
@@ -115,6 +119,8 @@ def _compile_experts_half(run: Calibration, folder: StatisticsFolder, index: int
     assert experts is not None
     _, record = solve_shared(run, index, moved)
     coverage = []
+    first = [run.blueprint.module_name(index, site, 0) for site in run.blueprint.expert_sites(index)]
+    use_moments = _use_moments(run, first)
     for expert in range(run.blueprint.num_experts(index)):
         unit = expert_unit(index, expert)
         if unit not in run.journal.units:
@@ -126,7 +132,7 @@ def _compile_experts_half(run: Calibration, folder: StatisticsFolder, index: int
                 features[stream.value] = plain.weight.shape[1]
                 names = [run.blueprint.module_name(index, site, expert) for site in sites]
                 check_finite_group(run.reader, names, plain)
-            found = folder.read(unit, features)
+            found = folder.read(unit, features, moments=use_moments)
             groups = follow_move(run, index, expert, groups, move)
             known, statistics = expert_statistics(
                 run.plan.recipe.expert_policy,

@@ -195,14 +195,19 @@ class StatisticsFolder:
                 f"{_AGAIN}"
             )
 
-    def read(self, unit: str, features: Mapping[str, int] | None = None) -> dict[str, StreamStatistics]:
-        """The streams of a unit; UserError for whatever is wrong. features: of each stream that must be there."""
+    def read(
+        self, unit: str, features: Mapping[str, int] | None = None, *, moments: bool = True
+    ) -> dict[str, StreamStatistics]:
+        """The streams of a unit; UserError for whatever is wrong. features: of each stream that must be there.
+
+        moments: second moments too, which are most of the bytes; else there are none.
+        """
         entry = self.manifest.units.get(unit)
         if entry is None:
             raise UserError(f"{self.path / MANIFEST} knows nothing of {unit}; {_AGAIN}")
         header = read_header(contained_file(self.path, entry.file))
         names = dict.fromkeys(name.rpartition(".")[0] for name in header.tensors)
-        found = {name: _read_stream(header, name) for name in names}
+        found = {name: _read_stream(header, name, moments) for name in names}
         if {name: one.statistics.tokens for name, one in found.items()} != dict(entry.streams):
             raise UserError(f"{header.file} holds other streams than {MANIFEST} says; {_AGAIN}")
         for name, size in (features or {}).items():
@@ -286,7 +291,7 @@ class _Checked:
         )
 
 
-def _read_stream(header: SafetensorsHeader, name: str) -> StreamStatistics:
+def _read_stream(header: SafetensorsHeader, name: str, with_moments: bool) -> StreamStatistics:
     def refuse(field: str, what: str) -> UserError:
         return UserError(f"{header.file}: {name}.{field} {what}; {_AGAIN}")
 
@@ -295,7 +300,8 @@ def _read_stream(header: SafetensorsHeader, name: str) -> StreamStatistics:
         stored = header.tensors.get(f"{name}.{field}")
         if stored is None or stored.info.dtype != dtype:
             raise refuse(field, f"is missing, or not {dtype}")
-        found[field] = _read_tensor(header, f"{name}.{field}")
+        if field != "moments" or with_moments:
+            found[field] = _read_tensor(header, f"{name}.{field}")
     features, sampled = found["amax"].numel(), found["sample_keys"].numel()
     ranges = found["ranges"].tolist() if found["ranges"].dim() == 1 else []
     if not ranges or min(ranges) < 1 or sum(ranges) != features:
@@ -307,14 +313,17 @@ def _read_stream(header: SafetensorsHeader, name: str) -> StreamStatistics:
         "sample_keys": (sampled,), "sample_inputs": (sampled, features), "sample_weight": (sampled,),
     }  # fmt: skip
     for field, shape in shapes.items():
-        if tuple(found[field].shape) != shape:
-            raise refuse(field, f"has the shape {list(found[field].shape)} and not {list(shape)}")
+        stored_shape = header.tensors[f"{name}.{field}"].info.shape
+        if tuple(stored_shape) != shape:
+            raise refuse(field, f"has the shape {list(stored_shape)} and not {list(shape)}")
+        if field not in found:
+            continue
         tensor = found[field]
         if tensor.is_floating_point() and not math.isfinite(float(tensor.sum())):
             raise refuse(field, "holds a number that is not finite")
         if field not in ("total", "moments", "sample_inputs") and tensor.numel() and float(tensor.min()) < 0:
             raise refuse(field, "holds a negative number")
-    moments = _unpacked(found["moments"], ranges)
+    moments = _unpacked(found["moments"], ranges) if with_moments else ()
     if any(float(moment.diagonal().min()) < 0 for moment in moments):
         raise refuse("moments", "hold a negative square")
     return StreamStatistics(

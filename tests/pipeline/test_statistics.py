@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from qwen_quantize.calibrators.observers import InputObserver
+from qwen_quantize.checkpoint.safetensors_header import SafetensorsHeader
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.cli.main import app
 from qwen_quantize.engine.load import ModelReader
@@ -23,7 +24,12 @@ from qwen_quantize.pipeline.compile import seen_by_chip
 from qwen_quantize.pipeline.journal import Journal
 from qwen_quantize.pipeline.plan import make_plan
 from qwen_quantize.pipeline.recipe import Recipe
-from qwen_quantize.pipeline.statistics_folder import StatisticsFolder, merge_streams, read_statistics
+from qwen_quantize.pipeline.statistics_folder import (
+    StatisticsFolder,
+    _read_tensor,
+    merge_streams,
+    read_statistics,
+)
 from tests.cli.test_resume import hashes
 from tests.stopping import stopped_after
 from tests.tiny_models import make_tiny, make_tokenizer, words
@@ -217,6 +223,26 @@ def test_every_linear_is_compiled(
     counted = [count for layer in read_statistics(stats).manifest.layers for count in layer["experts"]]
     assert [expert["tokens"] for expert in experts] == counted
     assert manifest["request"]["statistics"] == str(stats)
+
+
+@pytest.mark.parametrize(("method", "wanted"), [("awq", False), ("gptq", True)])
+def test_moments_are_read_where_they_are_used(
+    method: str,
+    wanted: bool,
+    sparse: tuple[Path, Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: list[str] = []
+
+    def noting(header: SafetensorsHeader, name: str) -> torch.Tensor:
+        names.append(name)
+        return _read_tensor(header, name)
+
+    monkeypatch.setattr("qwen_quantize.pipeline.statistics_folder._read_tensor", noting)
+    compiled(sparse[0], sparse[2], tmp_path / "out", "--device", "cpu", "--quant-method", method)
+    assert any(name.endswith(".amax") for name in names)
+    assert any(name.endswith(".moments") for name in names) == wanted
 
 
 def test_compiling_needs_no_forward_pass_and_no_certain_number_of_threads(
