@@ -10,6 +10,7 @@ FUSED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
 )
 _FUSED_WITH = {name: names[0] for names in FUSED for name in names}
 _EXPERT = re.compile(r"\.experts\.\d+\.")

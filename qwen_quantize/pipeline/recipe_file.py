@@ -96,7 +96,10 @@ def with_recipe(recipe: Recipe, path: Path, given: Set[str]) -> Recipe:
             f"--recipe {path} is no file; name a .toml recipe or the qwen_quantize.json of a result"
         )
     found = _manifest_recipe(path) if path.suffix == ".json" else _toml_recipe(path, recipe)
-    return replace(found, **{name: getattr(recipe, name) for name in sorted(given)})
+    own = {name: getattr(recipe, name) for name in sorted(given)}
+    if "versions" in own:  # each has an option of its own
+        own["versions"] = tuple(sorted({**dict(found.versions), **dict(recipe.versions)}.items()))
+    return replace(found, **own)
 
 
 def _toml_recipe(path: Path, recipe: Recipe) -> Recipe:

@@ -105,6 +105,14 @@ def test_what_cannot_be_is_said_before_anything_runs(
         planned(model, *rules)
 
 
+def test_what_engines_fuse_of_a_delta_net_stays_together(tmp_path: Path) -> None:
+    model = make(tmp_path / "model", "qwen3.5")
+    with pytest.raises(UserError, match="in_proj_z but quantize its siblings"):
+        planned(model, ignore=("*.in_proj_z",), group_size=32)
+    plan = planned(model, ignore=("*.in_proj_z", "*.in_proj_qkv"), group_size=16)
+    assert not [name for name in plan.choices if "in_proj" in name]
+
+
 def test_a_layout_with_room_for_one_scheme_says_so(model: Path) -> None:
     with pytest.raises(UserError, match="layout awq holds one scheme for all linears"):
         planned(model, Rule("down_proj", group_size=32), layout="awq")
@@ -251,7 +259,7 @@ OVER_A_MANIFEST: dict[str, tuple[list[str], object]] = {
     "asymmetric": (["--asymmetric"], True),
     "layout": (["--layout", "awq"], "awq"),
     "kv_cache": (["--kv-cache", "fp8"], "fp8"),
-    "versions": (["--driver", "9.9"], (("driver", "9.9"),)),
+    "versions": (["--driver", "9.9"], (("driver", "9.9"), ("firmware", "1"))),
     "assume": (["--assume", "scale.amax_epsilon=0"], (("scale.amax_epsilon", "0"),)),
     "with_claims": (["--with-claims"], True),
     "allow_unsupported": (["--allow-unsupported"], True),
