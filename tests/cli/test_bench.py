@@ -75,6 +75,9 @@ def test_loads_a_page_and_a_chips_bound(model: Path, tmp_path: Path, run: Run) -
     text = page.read_text(encoding="utf-8")
     assert text.count("<svg") == 4  # of each load, for wide and for narrow screens
     assert "http" not in text.replace("http-equiv", "")
+    assert "What amd-mi300x could do at most" in text
+    layout = record["cache_layout"]
+    assert f"keys {layout['keys']}: {layout['why']}." in text
 
 
 @pytest.mark.skipif(native_library() is None, reason="no C compiler")

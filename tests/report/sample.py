@@ -237,5 +237,18 @@ def bench() -> dict[str, Any]:
         "threads": 2,
         "weight_bytes": 1 << 30,
         "peak_memory_bytes": 6 << 30,
+        "kv_cache": None,
+        "cache_layout": {"keys": "interleaved", "why": "the fastest here"},
         "loads": loads,
+        "bound_of_chip": {
+            "chip": "a-chip",
+            "loads": [
+                {
+                    "load": name,
+                    "decode_bound_tokens_per_second": 1234.5,
+                    "prefill_bound_tokens_per_second": None,
+                }
+                for name in "AB"
+            ],
+        },
     }
