@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "real-model")
     parser.add_argument("--tokens", type=int, default=20480)
-    parser.add_argument("--narrow-tokens", type=int, default=6144, help="of the story with narrow sums")
+    parser.add_argument("--narrow-tokens", type=int, default=28672, help="of the story with narrow sums")
     parser.add_argument(
         "--stories", default=",".join(story.name for story in STORIES), help="comma separated"
     )
