@@ -25,7 +25,7 @@ from qwen_quantize.calibrators.range_search import (
     search_grid,
     value_codes,
 )
-from qwen_quantize.calibrators.scale_refit import refitted_scales
+from qwen_quantize.calibrators.scale_refit import refitted_scales, unbiased_scales
 from qwen_quantize.calibrators.thorough import improve
 from qwen_quantize.formats.blocks import QuantizedTensor, block_amax
 from qwen_quantize.formats.granularity import GranularityKind
@@ -40,8 +40,9 @@ REFITS = 1
 def solve_rounding(problem: LayerProblem) -> LayerSolution:
     """Round to nearest on the grid found by search, weighted with the inputs' mean squares where there are any.
 
-    What is returned is never worse than plain rounding (`min_max_grid`) on the objective: the output error
-    under the second moments, the weighted error with cheaper statistics, the weight error without data.
+    Without data the scales are then brought to where the weights are right on average (`unbiased_scales`). What is
+    returned is never worse than plain rounding (`min_max_grid`) on the objective: the output error under the second
+    moments, the weighted error with cheaper statistics, the weight error without data.
     """
     return _solve(problem, ())
 
@@ -69,7 +70,7 @@ def compensate(
     values, _ = compensated_rounding(target, scale, factors, spec.format, zero)
     values = refined_rounding(target, values, scale, factors, spec.format, zero, sweeps)
     codes = value_codes(values, spec, grid)
-    for _ in range(refits if spec.scale_format not in (E8M0, E4M3FN) else 0):
+    for _ in range(refits if _has_fine_scales(spec) else 0):
         unit = Grid(torch.ones_like(grid.scale), grid.zero_point)
         steps = grid_values(codes, spec, unit)
         grid = refitted_scales(target, steps, grid, spec.granularity, spec.scale_format, factors)
@@ -79,6 +80,11 @@ def compensate(
         )
         codes = value_codes(values, spec, grid)
     return codes, grid
+
+
+def _has_fine_scales(spec: TensorSpec) -> bool:
+    """Whether scales can be moved by less than the codes' own step."""
+    return spec.scale_format not in (E8M0, E4M3FN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,8 @@ def _solve_strip(
     plain_codes = grid_codes(weight, spec, cast, plain)
     baseline = error_of(plain_codes, plain)
     found = (grid_codes(target, spec, cast, searched), searched)
+    if column_weight is None and _has_fine_scales(spec):
+        found = (found[0], unbiased_scales(target, found[0], spec, searched))
     best, refused = error_of(*found), False
     if factors:
         compensated = compensate(target, searched, spec, factors)

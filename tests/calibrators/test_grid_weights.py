@@ -24,9 +24,10 @@ from qwen_quantize.calibrators.range_search import (
     grid_codes,
     grid_values,
     min_max_grid,
+    region_sums,
     search_grid,
 )
-from qwen_quantize.calibrators.scale_refit import refitted_scales
+from qwen_quantize.calibrators.scale_refit import refitted_scales, unbiased_scales
 from qwen_quantize.formats.cast_rule import RNE_SATURATE
 from qwen_quantize.formats.granularity import Granularity
 from qwen_quantize.formats.schemes import SCHEMES, Scheme, TensorSpec
@@ -226,6 +227,36 @@ def test_without_factors() -> None:
     solution = solve_rounding(seen)
     assert solution.error < solution.baseline_error
     assert not torch.equal(solution.quantized.scale, solve_rounding(bare).quantized.scale)
+
+
+@pytest.mark.parametrize("name", ["int4", "int4 partial group", "int4 zero point", "int4 channel", "w8a8", "fp8"])
+def test_without_data_weights_are_right_on_average(name: str) -> None:
+    """The error that is least is that of weights which are all a little too small."""
+    spec, weight = SPECS[name], weights(32, 192)
+    squares = region_sums(weight.square(), spec.granularity)
+
+    def gain(codes: torch.Tensor, grid: Grid) -> torch.Tensor:
+        return region_sums(weight * grid_values(codes, spec, grid), spec.granularity) / squares
+
+    searched = search_grid(weight, spec, RNE_SATURATE, None).grid
+    codes = grid_codes(weight, spec, RNE_SATURATE, searched)
+    if spec.format.bits == 4:
+        assert float(gain(codes, searched).mean()) < 0.995
+    solution = solve_rounding(LayerProblem("w", weight, SCHEME[name], RNE_SATURATE))
+    assert torch.equal(solution.quantized.codes, codes)
+    found = Grid(solution.quantized.scale, solution.quantized.zero_point)
+    torch.testing.assert_close(gain(codes, found), torch.ones_like(squares), rtol=0, atol=2**-11)
+    assert solution.error < solution.baseline_error
+
+
+def test_unbiased_scales_where_little_is_left() -> None:
+    spec = replace(SCHEMES["w4a16"].with_group(32).weight, scale_format=FP32)
+    weight = torch.full((2, 32), 0.4)
+    weight[:, 0] = 1.0
+    codes = torch.zeros(2, 32, dtype=torch.int8)
+    codes[0, 0] = 1
+    grid = unbiased_scales(weight, codes, spec, Grid(torch.tensor([[1.0], [-3.0]]), None))
+    assert grid.scale.flatten().tolist() == [2.0, -3.0]  # 31 zeros would want 5.96; all zeros want nothing
 
 
 def test_tokens_count_as_their_weight_says() -> None:
