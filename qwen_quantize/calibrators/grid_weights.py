@@ -40,9 +40,11 @@ REFITS = 1
 def solve_rounding(problem: LayerProblem) -> LayerSolution:
     """Round to nearest on the grid found by search, weighted with the inputs' mean squares where there are any.
 
-    Without data the scales are then brought to where the weights are right on average (`unbiased_scales`). What is
-    returned is never worse than plain rounding (`min_max_grid`) on the objective: the output error under the second
-    moments, the weighted error with cheaper statistics, the weight error without data.
+    Without data, integers' ranges are those of the least cubed error: by squares so much is clipped off the few largest
+    weights that perplexity rises above plain rounding's. Scales are then brought to where the weights are right on
+    average (`unbiased_scales`). What is returned is never worse than plain rounding (`min_max_grid`) on the objective:
+    the output error under the second moments, the weighted error with cheaper statistics, the weight error without
+    data.
     """
     return _solve(problem, ())
 
@@ -108,7 +110,14 @@ def _solve(problem: LayerProblem, factors: Sequence[HessianFactor]) -> LayerSolu
     column_weight = _column_weight(problem)
     importance = compensated_weight(factors) if factors else column_weight
     tensor_scale = problem.tensor_scale
-    choice = search_grid(target, spec, problem.weight_cast, importance, tensor_scale=tensor_scale)
+    choice = search_grid(
+        target,
+        spec,
+        problem.weight_cast,
+        importance,
+        tensor_scale=tensor_scale,
+        cubed=importance is None,
+    )
     plain = choice.baseline
     if target is not weight:  # the baseline knows nothing of the chip
         plain = min_max_grid(weight, spec, tensor_scale=tensor_scale)

@@ -183,12 +183,14 @@ def grid_errors(
     scale: Tensor,
     zero_point: Tensor | None,
     ladder: ValueLadder,
+    *,
+    cubed: bool = False,
 ) -> Tensor:
     """[candidates, down, across] float64: each region's sum of column_weight * (w - Q(w))^2 under each candidate.
 
     weight: [N, K] float32, contiguous; column_weight: [K] float32; region: its rows and columns; scale and
     zero_point: [candidates, down, across] float32, contiguous. A row of a region is summed in float32 (sixteen
-    lanes by column), rows in float64.
+    lanes by column), rows in float64. cubed: |w - Q(w)|^3 instead, for a uniform ladder.
     """
     library = _library("range_search.c")
     if library is None:
@@ -199,6 +201,7 @@ def grid_errors(
             scale,
             zero_point,
             lambda w, s, z: quantized_values(w, s, z, ladder),
+            cubed=cubed,
         )
     errors = torch.zeros(scale.shape, dtype=torch.float64)
 
@@ -214,6 +217,7 @@ def grid_errors(
             ctypes.c_float(ladder.low),
             ctypes.c_float(ladder.high),
             ctypes.c_int(ladder.uniform),
+            ctypes.c_int(cubed),
             ctypes.c_void_p(errors.data_ptr()),
         )
 
@@ -233,6 +237,8 @@ def region_errors(
     scale: Tensor,
     zero_point: Tensor | None,
     rounded: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    *,
+    cubed: bool = False,
 ) -> Tensor:
     """As `grid_errors`, for any `rounded(weight, scale, zero_point)` of tensors [N, K]."""
     columns = weight.shape[1]
@@ -248,6 +254,8 @@ def region_errors(
         zero = None if zero_point is None else spread(zero_point)
         difference = weight - rounded(weight, spread(scale), zero)
         terms = difference * difference * column_weight
+        if cubed:
+            terms *= difference.abs()
         padded = terms.new_zeros(down * region[0], across, width)
         for part in range(across):
             piece = terms[:, part * region[1] : (part + 1) * region[1]]

@@ -63,7 +63,10 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class GridChoice:
-    """The chosen grid and the baseline; errors: float64 weighted squared error of each region under each."""
+    """The chosen grid and the baseline; errors: float64 weighted squared error of each region under each.
+
+    Cubed errors where the search was for those.
+    """
 
     grid: Grid
     errors: Tensor
@@ -90,6 +93,7 @@ def search_grid(
     column_weight: Tensor | None,
     *,
     tensor_scale: float | None = None,
+    cubed: bool = False,
 ) -> GridChoice:
     """For each region the grid with the least sum of column_weight * (w - Q(w))^2.
 
@@ -98,21 +102,23 @@ def search_grid(
     `min_max_grid` is among the candidates and wins ties, so the choice is never worse. The scales of INT4 without
     zero point may be negative: the side that then reaches 8 steps is the one that needs it (one decibel).
     tensor_scale as there; left open, NVFP4 also tries amax / (6 * 256), under which every block may use 4 as its
-    largest code.
+    largest code. cubed: for integers |w - Q(w)|^3 counts instead, the errors returned are sums of it, and no scale is
+    refitted, so that the few largest weights are clipped less.
     """
+    cubed = cubed and isinstance(spec.format, IntFormat)
     weight = weight.contiguous()
     importance = torch.ones(weight.shape[1]) if column_weight is None else column_weight.contiguous()
     low, high = _range(weight, spec)
     first = _tensor_scale(high, spec, tensor_scale)
     baseline = _baseline(low, high, spec, first)
-    baseline_errors = _errors(weight, spec, cast, importance, [baseline])[0]
+    baseline_errors = _errors(weight, spec, cast, importance, [baseline], cubed)[0]
     scales = [first]
     if spec.tensor_scale_format is not None and tensor_scale is None:
         scales.append(first * 448 / 256)
     best, errors = baseline, baseline_errors
     for chosen in scales:
         start = baseline if chosen == first else _baseline(low, high, spec, chosen)
-        found, found_errors = _searched(weight, spec, cast, importance, low, high, start)
+        found, found_errors = _searched(weight, spec, cast, importance, low, high, start, cubed)
         if float(found_errors.sum()) < float(errors.sum()):
             best, errors = found, found_errors
     return GridChoice(best, errors, baseline, baseline_errors)
@@ -126,6 +132,7 @@ def _searched(
     low: Tensor,
     high: Tensor,
     start: Grid,
+    cubed: bool,
 ) -> tuple[Grid, Tensor]:
     """The best candidate of each region, `start` among them, and its errors."""
     rows, _ = spec.granularity.block_shape(tuple(weight.shape))
@@ -140,12 +147,11 @@ def _searched(
             None if start.zero_point is None else start.zero_point[part],
             start.tensor_scale,
         )
-        grid, error = _best(
-            strip, spec, cast, importance, [begin, *_candidates(low[part], high[part], spec, begin)]
-        )
-        for _ in range(_REFITS if _is_refitted(spec) else 0):
+        candidates = [begin, *_candidates(low[part], high[part], spec, begin)]
+        grid, error = _best(strip, spec, cast, importance, candidates, cubed)
+        for _ in range(_REFITS if _is_refitted(spec) and not cubed else 0):
             refitted = _refit(strip, spec, importance, grid)
-            grid, error = _best(strip, spec, cast, importance, [grid, refitted])
+            grid, error = _best(strip, spec, cast, importance, [grid, refitted], cubed)
         scales.append(grid.scale)
         zeros.append(grid.zero_point)
         errors.append(error)
@@ -154,10 +160,10 @@ def _searched(
 
 
 def _best(
-    weight: Tensor, spec: TensorSpec, cast: CastRule, importance: Tensor, candidates: list[Grid]
+    weight: Tensor, spec: TensorSpec, cast: CastRule, importance: Tensor, candidates: list[Grid], cubed: bool
 ) -> tuple[Grid, Tensor]:
     """Region by region the candidate with the least error, the first of equals."""
-    errors = _errors(weight, spec, cast, importance, candidates)
+    errors = _errors(weight, spec, cast, importance, candidates, cubed)
     best = errors.argmin(dim=0, keepdim=True)
 
     def chosen(grids: list[Tensor]) -> Tensor:
@@ -173,7 +179,7 @@ def _best(
 
 
 def _errors(
-    weight: Tensor, spec: TensorSpec, cast: CastRule, importance: Tensor, candidates: list[Grid]
+    weight: Tensor, spec: TensorSpec, cast: CastRule, importance: Tensor, candidates: list[Grid], cubed: bool
 ) -> Tensor:
     """[candidates, down, across] float64."""
     scale = torch.stack([grid.effective_scale() for grid in candidates])
@@ -181,7 +187,7 @@ def _errors(
     zero = torch.stack(zeros) if zeros else None
     region = spec.granularity.block_shape(tuple(weight.shape))
     if rounds_to_nearest(spec.format, cast):
-        return grid_errors(weight, importance, region, scale, zero, ladder_of(spec.format))
+        return grid_errors(weight, importance, region, scale, zero, ladder_of(spec.format), cubed=cubed)
 
     def rounded(w: Tensor, s: Tensor, _: Tensor | None) -> Tensor:
         return quantize_values(w / s, spec.format, cast) * s

@@ -229,7 +229,9 @@ def test_without_factors() -> None:
     assert not torch.equal(solution.quantized.scale, solve_rounding(bare).quantized.scale)
 
 
-@pytest.mark.parametrize("name", ["int4", "int4 partial group", "int4 zero point", "int4 channel", "w8a8", "fp8"])
+@pytest.mark.parametrize(
+    "name", ["int4", "int4 partial group", "int4 zero point", "int4 channel", "w8a8", "fp8"]
+)
 def test_without_data_weights_are_right_on_average(name: str) -> None:
     """The error that is least is that of weights which are all a little too small."""
     spec, weight = SPECS[name], weights(32, 192)
@@ -238,10 +240,10 @@ def test_without_data_weights_are_right_on_average(name: str) -> None:
     def gain(codes: torch.Tensor, grid: Grid) -> torch.Tensor:
         return region_sums(weight * grid_values(codes, spec, grid), spec.granularity) / squares
 
-    searched = search_grid(weight, spec, RNE_SATURATE, None).grid
+    searched = search_grid(weight, spec, RNE_SATURATE, None, cubed=True).grid
     codes = grid_codes(weight, spec, RNE_SATURATE, searched)
     if spec.format.bits == 4:
-        assert float(gain(codes, searched).mean()) < 0.995
+        assert float(gain(codes, searched).mean()) < 0.998
     solution = solve_rounding(LayerProblem("w", weight, SCHEME[name], RNE_SATURATE))
     assert torch.equal(solution.quantized.codes, codes)
     found = Grid(solution.quantized.scale, solution.quantized.zero_point)
