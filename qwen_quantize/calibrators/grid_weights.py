@@ -30,6 +30,7 @@ from qwen_quantize.calibrators.thorough import improve
 from qwen_quantize.formats.blocks import QuantizedTensor, block_amax
 from qwen_quantize.formats.granularity import GranularityKind
 from qwen_quantize.formats.schemes import TensorSpec
+from qwen_quantize.formats.spec import IntFormat
 from qwen_quantize.formats.tables import E4M3FN, E8M0
 
 STRIP_VALUES = 1 << 24  # of a weight that are compensated together; about six copies of them live at a time
@@ -40,11 +41,11 @@ REFITS = 1
 def solve_rounding(problem: LayerProblem) -> LayerSolution:
     """Round to nearest on the grid found by search, weighted with the inputs' mean squares where there are any.
 
-    Without data, integers' ranges are those of the least cubed error: by squares so much is clipped off the few largest
-    weights that perplexity rises above plain rounding's. Scales are then brought to where the weights are right on
-    average (`unbiased_scales`). What is returned is never worse than plain rounding (`min_max_grid`) on the objective:
-    the output error under the second moments, the weighted error with cheaper statistics, the weight error without
-    data.
+    Without data, integers of up to four bits have the ranges of the least cubed error: by squares so much is clipped
+    off the few largest weights that perplexity rises above plain rounding's. Their scales are then brought to where
+    the weights are right on average (`unbiased_scales`). What is returned is never worse than plain rounding
+    (`min_max_grid`) on the objective: the output error under the second moments, the weighted error with cheaper
+    statistics, the weight error without data.
     """
     return _solve(problem, ())
 
@@ -72,7 +73,7 @@ def compensate(
     values, _ = compensated_rounding(target, scale, factors, spec.format, zero)
     values = refined_rounding(target, values, scale, factors, spec.format, zero, sweeps)
     codes = value_codes(values, spec, grid)
-    for _ in range(refits if _has_fine_scales(spec) else 0):
+    for _ in range(refits if spec.scale_format not in (E8M0, E4M3FN) else 0):
         unit = Grid(torch.ones_like(grid.scale), grid.zero_point)
         steps = grid_values(codes, spec, unit)
         grid = refitted_scales(target, steps, grid, spec.granularity, spec.scale_format, factors)
@@ -84,9 +85,9 @@ def compensate(
     return codes, grid
 
 
-def _has_fine_scales(spec: TensorSpec) -> bool:
-    """Whether scales can be moved by less than the codes' own step."""
-    return spec.scale_format not in (E8M0, E4M3FN)
+def _few_integers(spec: TensorSpec) -> bool:
+    """Whether squares would clip much: with eight bits they do not, and nothing was gained there."""
+    return isinstance(spec.format, IntFormat) and spec.format.bits <= 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def _solve(problem: LayerProblem, factors: Sequence[HessianFactor]) -> LayerSolu
         problem.weight_cast,
         importance,
         tensor_scale=tensor_scale,
-        cubed=importance is None,
+        cubed=importance is None and _few_integers(spec),
     )
     plain = choice.baseline
     if target is not weight:  # the baseline knows nothing of the chip
@@ -167,7 +168,7 @@ def _solve_strip(
     plain_codes = grid_codes(weight, spec, cast, plain)
     baseline = error_of(plain_codes, plain)
     found = (grid_codes(target, spec, cast, searched), searched)
-    if column_weight is None and _has_fine_scales(spec):
+    if column_weight is None and _few_integers(spec):
         found = (found[0], unbiased_scales(target, found[0], spec, searched))
     best, refused = error_of(*found), False
     if factors:

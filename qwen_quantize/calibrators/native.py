@@ -192,6 +192,8 @@ def grid_errors(
     zero_point: [candidates, down, across] float32, contiguous. A row of a region is summed in float32 (sixteen
     lanes by column), rows in float64. cubed: |w - Q(w)|^3 instead, for a uniform ladder.
     """
+    if cubed and not ladder.uniform:
+        raise ValueError("cubed errors are for evenly spaced values")
     library = _library("range_search.c")
     if library is None:
         return region_errors(

@@ -15,7 +15,7 @@ from qwen_quantize.formats.granularity import Granularity
 from qwen_quantize.formats.schemes import TensorSpec
 from qwen_quantize.formats.spec import Format
 
-_MOST_GROWTH = 2.0  # of a scale, where nearly all of a region rounds to zero
+_MOST_GROWTH = 1.1
 
 
 def refitted_scales(
@@ -70,11 +70,13 @@ def unbiased_scales(weight: Tensor, codes: Tensor, spec: TensorSpec, grid: Grid)
 
     weight: [N, K] float32. The scale of least squares, w . q / q . q for integers q, and every clipped range shrink
     the weights by about one per cent: an error less at each linear, but all shrink alike, and over the layers that
-    adds up.
+    adds up. A region that lost much more keeps its scale: there many weights became zero, and the few that did not
+    would grow to make up for them.
     """
     products = region_sums(weight * grid_values(codes, spec, grid), spec.granularity)
     squares = region_sums(weight.square(), spec.granularity)
-    growth = torch.where(products > 0, squares / products, 1.0).clamp_(max=_MOST_GROWTH)
+    growth = torch.where(products > 0, squares / products, 1.0)
+    growth = torch.where(growth <= _MOST_GROWTH, growth, 1.0)
     return Grid(stored_scale(grid.scale * growth, spec.scale_format), grid.zero_point, grid.tensor_scale)
 
 

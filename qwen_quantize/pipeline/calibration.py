@@ -8,7 +8,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from qwen_quantize.calibrators.gain import is_biased
 from qwen_quantize.calibrators.methods import Transform
 from qwen_quantize.calibrators.observers import InputObserver
 from qwen_quantize.calibrators.output_gain import SAMPLE_TOKENS
@@ -93,7 +92,7 @@ class Calibration:
             chip.cast,
             ranges if choice.method.uses_second_moments else (),
             0 if chip.unit is None else SAMPLE_TOKENS,
-            crossed=chip.cast is not None and is_biased(choice.arithmetic.activation_cast),
+            crossed=choice.sees_bias(),
         )
 
     def as_it_runs(self, group: LinearGroup, module: str, /) -> LinearGroup:

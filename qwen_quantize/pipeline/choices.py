@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qwen_quantize.calibrators.experts import ExpertPolicy
-from qwen_quantize.calibrators.methods import METHODS, Method
+from qwen_quantize.calibrators.gain import is_biased
+from qwen_quantize.calibrators.methods import METHODS, Method, Transform
 from qwen_quantize.calibrators.problem import Effort
 from qwen_quantize.checkpoint.stored_linears import LinearReader
 from qwen_quantize.chip_profiles.arithmetic import Arithmetic, assumable_for, resolve_arithmetic
@@ -43,6 +44,13 @@ class LinearChoice:
         if input_scale is None:
             return compute_uncalibrated(self.scheme, self.arithmetic)
         return compute_for(self.scheme, self.arithmetic, input_scale)
+
+    def sees_bias(self) -> bool:
+        """Whether inputs are observed behind a cast that is off on average; before factors move, no cast is known."""
+        moves = self.method.transform is not Transform.NONE
+        return (
+            not moves and self.chip_compute().cast is not None and is_biased(self.arithmetic.activation_cast)
+        )
 
     def observes(self) -> tuple[object, ...]:
         """What decides how its input is observed: linears that share one observer must agree in this."""

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.gain import is_biased
 from qwen_quantize.calibrators.methods import Transform
 from qwen_quantize.calibrators.observers import InputStatistics, TokenSample
 from qwen_quantize.engine.linear import PlainGroup
@@ -205,7 +204,7 @@ def seen_by_chip(plan: Plan, stored: StreamStatistics, module: str) -> InputStat
     if not wanted:
         return replace(seen, second_moments=(), sample=kept)
     slope, ratio = _cast_ratios(sample, cast)
-    crossed = is_biased(choice.arithmetic.activation_cast)
+    crossed = choice.sees_bias()
     changed, crosses, begin = [], [], 0
     for moment in moments:
         part = slice(begin, begin + moment.shape[0])

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from qwen_quantize.calibrators.experts import ExpertPolicy
-from qwen_quantize.calibrators.gain import is_biased
 from qwen_quantize.calibrators.methods import METHODS, Method
 from qwen_quantize.calibrators.problem import Effort
 from qwen_quantize.checkpoint.completeness import check_tensors, stacked_experts
@@ -177,8 +176,8 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         largest,
         whole,
         prepared=any(one.arithmetic.accumulator.narrow for one in choices),
-        crossed=any(is_biased(one.arithmetic.activation_cast) for one in choices),
-        # A folder of statistics has them, whoever reads it.
+        crossed=any(one.sees_bias() for one in choices),
+        # Choosing among schemes reads those of a folder, whatever the methods.
         moments=recipe.statistics is not None or any(one.method.uses_second_moments for one in choices),
         in_turn=any(one.method.in_turn for one in choices),
         threads=torch.get_num_threads(),

@@ -11,6 +11,7 @@ from typing import Any
 from qwen_quantize.calibrators.experts import ExpertPolicy
 from qwen_quantize.calibrators.problem import Effort
 from qwen_quantize.checkpoint.json_file import RECORD_BYTES, read_object
+from qwen_quantize.chip_profiles.loader import split_versions
 from qwen_quantize.errors import UserError
 from qwen_quantize.pipeline.recipe import Recipe, Rule
 
@@ -97,9 +98,14 @@ def with_recipe(recipe: Recipe, path: Path, given: Set[str]) -> Recipe:
         )
     found = _manifest_recipe(path) if path.suffix == ".json" else _toml_recipe(path, recipe)
     own = {name: getattr(recipe, name) for name in sorted(given)}
-    if "versions" in own:  # each has an option of its own
+    if "versions" in own and _chip(own.get("device", found.device)) in (_chip(found.device), None):
         own["versions"] = tuple(sorted({**dict(found.versions), **dict(recipe.versions)}.items()))
     return replace(found, **own)
+
+
+def _chip(device: str) -> str | None:
+    """The name of a chip; None for a file."""
+    return None if device.endswith(".toml") else split_versions(device)[0]
 
 
 def _toml_recipe(path: Path, recipe: Recipe) -> Recipe:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.gain import column_gain, input_maps, is_biased
+from qwen_quantize.calibrators.gain import column_gain, input_maps
 from qwen_quantize.calibrators.hessian import factorize_statistics
 from qwen_quantize.calibrators.methods import Method
 from qwen_quantize.calibrators.observers import InputStatistics
@@ -56,7 +56,7 @@ def solve_group(
     solutions = {}
     gain: Tensor | None = None
     maps: tuple[Tensor, ...] = ()
-    if statistics is not None and is_biased(choice.arithmetic.activation_cast):
+    if statistics is not None and choice.sees_bias():
         gain = column_gain(statistics)
         maps = input_maps(statistics, gain)
     tensor_scale = shared_tensor_scale(choice.scheme, plain.weight)

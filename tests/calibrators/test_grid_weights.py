@@ -229,9 +229,7 @@ def test_without_factors() -> None:
     assert not torch.equal(solution.quantized.scale, solve_rounding(bare).quantized.scale)
 
 
-@pytest.mark.parametrize(
-    "name", ["int4", "int4 partial group", "int4 zero point", "int4 channel", "w8a8", "fp8"]
-)
+@pytest.mark.parametrize("name", ["int4", "int4 partial group", "int4 zero point", "int4 channel"])
 def test_without_data_weights_are_right_on_average(name: str) -> None:
     """The error that is least is that of weights which are all a little too small."""
     spec, weight = SPECS[name], weights(32, 192)
@@ -242,8 +240,7 @@ def test_without_data_weights_are_right_on_average(name: str) -> None:
 
     searched = search_grid(weight, spec, RNE_SATURATE, None, cubed=True).grid
     codes = grid_codes(weight, spec, RNE_SATURATE, searched)
-    if spec.format.bits == 4:
-        assert float(gain(codes, searched).mean()) < 0.998
+    assert float(gain(codes, searched).mean()) < 0.998
     solution = solve_rounding(LayerProblem("w", weight, SCHEME[name], RNE_SATURATE))
     assert torch.equal(solution.quantized.codes, codes)
     found = Grid(solution.quantized.scale, solution.quantized.zero_point)
@@ -253,12 +250,26 @@ def test_without_data_weights_are_right_on_average(name: str) -> None:
 
 def test_unbiased_scales_where_little_is_left() -> None:
     spec = replace(SCHEMES["w4a16"].with_group(32).weight, scale_format=FP32)
-    weight = torch.full((2, 32), 0.4)
+    weight = torch.full((3, 32), 0.4)
     weight[:, 0] = 1.0
-    codes = torch.zeros(2, 32, dtype=torch.int8)
+    codes = torch.zeros(3, 32, dtype=torch.int8)
     codes[0, 0] = 1
-    grid = unbiased_scales(weight, codes, spec, Grid(torch.tensor([[1.0], [-3.0]]), None))
-    assert grid.scale.flatten().tolist() == [2.0, -3.0]  # 31 zeros would want 5.96; all zeros want nothing
+    codes[2] = -1
+    found = unbiased_scales(weight, codes, spec, Grid(torch.tensor([[1.0], [-3.0], [-0.41]]), None)).scale
+    # 31 zeros would want 5.96 of what is left; all zeros want nothing.
+    assert found[:2].flatten().tolist() == [1.0, -3.0]
+    assert float(found[2]) == pytest.approx(-(1 + 31 * 0.16) / (1 + 31 * 0.4))
+
+
+def test_a_few_loud_columns_do_not_undo_the_search() -> None:
+    """Where small weights become zero, those that are left are not blown up to make up for them."""
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    weight[:, ::128] *= 20
+    solution = solve_rounding(LayerProblem("w", weight, SCHEMES["w4a16"].with_group(None), RNE_SATURATE))
+    assert solution.error < 0.95 * solution.baseline_error
+    assert solution.searched_blocks == 64
+    largest = weight.abs().amax()
+    assert float(solution.quantized.dequantize().abs().amax()) < 1.05 * float(largest)
 
 
 def test_tokens_count_as_their_weight_says() -> None:

@@ -289,6 +289,8 @@ def test_an_option_wins_over_a_manifest(name: str, tmp_path: Path, monkeypatch: 
     assert result.exit_code == 0, result.output
     (found,) = asked
     assert getattr(found, name) == value != getattr(kept, name)
+    if name == "device":
+        assert asked[0].versions == kept.versions
     told = {"dataset", "column", "statistics"} if name in ("dataset", "column", "statistics") else {name}
     assert replace(found, **{one: getattr(kept, one) for one in told}) == kept
 
