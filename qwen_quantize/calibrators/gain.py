@@ -15,11 +15,7 @@ _PRIOR_TOKENS = 256.0  # a feature's own gain counts as much as its input's comm
 
 
 def is_biased(rule: CastRule) -> bool:
-    """Whether the cast is off on average, so that weights have something to give back.
-
-    A cast to nearest takes from each feature less than a calibration text can tell: least squares shrink features by
-    its noise, each in its own way, which does more harm on other text than good.
-    """
+    """Whether the cast is off to one side, so that full cross moments have something to tell."""
     return rule.rounding in (Rounding.RTZ, Rounding.FLOOR, Rounding.CEIL)
 
 
@@ -29,7 +25,9 @@ def column_gain(statistics: InputStatistics) -> Tensor | None:
     A truncating cast shrinks every value, by about four per cent in E4M3, and W diag(g) makes up for it: the
     least squares of W x on Q(x), restricted to a diagonal. The full solution, W E[x Q^T] E[Q Q^T]^-1, has K
     times as many parameters and overfits on a few thousand tokens. Each feature's gain is drawn toward the
-    common one of all features as if that had been seen on 256 tokens. A feature that never fired gets 1.
+    common one of all features as if that had been seen on 256 tokens. Steps wider than a
+    feature, as integers and narrow floats have them, make Q(x) larger than x on average, and g less than 1. A feature
+    that never fired gets 1.
     """
     if not statistics.second_moments or statistics.tokens == 0:
         return None

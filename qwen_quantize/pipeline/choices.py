@@ -18,6 +18,7 @@ from qwen_quantize.engine.compute import compute_for, compute_uncalibrated
 from qwen_quantize.engine.linear import ChipCompute
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import Scheme
+from qwen_quantize.formats.spec import IntFormat
 from qwen_quantize.models.blueprint import Blueprint, Half, Stream
 from qwen_quantize.models.fusion import fusion_of
 from qwen_quantize.pipeline.recipe import Recipe
@@ -45,12 +46,27 @@ class LinearChoice:
             return compute_uncalibrated(self.scheme, self.arithmetic)
         return compute_for(self.scheme, self.arithmetic, input_scale)
 
+    def sees_cast(self) -> bool:
+        """Whether inputs are observed as the chip casts them; before factors move, that is not known."""
+        return self.method.transform is Transform.NONE and self.chip_compute().cast is not None
+
     def sees_bias(self) -> bool:
-        """Whether inputs are observed behind a cast that is off on average; before factors move, no cast is known."""
-        moves = self.method.transform is not Transform.NONE
-        return (
-            not moves and self.chip_compute().cast is not None and is_biased(self.arithmetic.activation_cast)
-        )
+        """Whether they are, and are off to one side: other features then tell by how much."""
+        return self.sees_cast() and is_biased(self.arithmetic.activation_cast)
+
+    def gives_back(self) -> bool:
+        """Whether weights make up, feature by feature, for what the cast takes or adds on average.
+
+        They do where it is off to one side, and where its steps are as wide as whole features are small: integers, and
+        floats of fewer than eight bits. An eight-bit float is as fine for a small feature as for a large one; what is
+        left after a cast to nearest is the calibration text's own, and fitting it did more harm on other text than
+        good (SmolLM2-135M; with MXFP4 it was the other way).
+        """
+        spec = self.scheme.activation
+        if spec is None or not self.sees_cast():
+            return False
+        wide = isinstance(spec.format, IntFormat) or spec.format.bits < 8
+        return wide or is_biased(self.arithmetic.activation_cast)
 
     def observes(self) -> tuple[object, ...]:
         """What decides how its input is observed: linears that share one observer must agree in this."""

@@ -13,7 +13,11 @@ from typer.testing import CliRunner
 from qwen_quantize.calibrators.block_fp8 import solve_block_fp8
 from qwen_quantize.calibrators.methods import METHODS
 from qwen_quantize.calibrators.problem import LayerProblem, LayerSolution
+from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.cli.main import app
+from qwen_quantize.formats.cast_rule import Rounding
+from qwen_quantize.pipeline.plan import make_plan
+from qwen_quantize.pipeline.recipe import Recipe
 from tests.tiny_models import make_tiny, make_tokenizer, words
 
 NARROW = ("--assume", "accumulator.fraction_bits=6")
@@ -53,7 +57,7 @@ def test_an_fp16_register_is_said_to_overflow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("assumed", "given_back"), [((), False), (FLOOR, True), (TRUNCATING, True)])
-def test_only_what_a_biased_cast_took_is_given_back(
+def test_an_eight_bit_cast_to_nearest_is_not_made_up_for(
     assumed: tuple[str, ...], given_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems: list[LayerProblem] = []
@@ -69,6 +73,29 @@ def test_only_what_a_biased_cast_took_is_given_back(
         assert (problem.gain is not None) == bool(problem.maps) == given_back
         moved = (problem.towards(problem.weight) - problem.weight).abs().max() / problem.weight.abs().max()
         assert (float(moved) > 0.01) == given_back
+
+
+@pytest.mark.parametrize(
+    ("asked", "given_back"),
+    [
+        (("mxfp4",), True), (("mxfp6",), True), (("nvfp4",), True), (("mxfp8",), False), (("hif8",), False),
+        (("gptq", "w8a8"), True), (("gptq", "w4a16"), False), (("w8a8",), False), (("awq_v2",), False),
+    ],
+)  # fmt: skip
+def test_which_methods_make_up_for_the_cast(asked: tuple[str, ...], given_back: bool, tmp_path: Path) -> None:
+    make_tiny(tmp_path, "qwen3-tied")
+    scheme = asked[1] if len(asked) > 1 else None
+    recipe = Recipe(
+        str(tmp_path), "cpu", asked[0], dataset="text.jsonl", length=64, scheme=scheme, allow_unsupported=True,
+        group_size=32 if asked[-1] in ("w4a16", "awq_v2") else None,
+    )  # fmt: skip
+    choice = make_plan(recipe, open_source(tmp_path)).principal
+    assert choice.gives_back() == given_back
+    assert not choice.sees_bias()
+    cut = replace(choice.arithmetic.activation_cast, rounding=Rounding.RTZ)
+    truncating = replace(choice, arithmetic=replace(choice.arithmetic, activation_cast=cut))
+    seen = asked[-1] in ("mxfp4", "mxfp6", "nvfp4", "mxfp8", "hif8") or asked == ("gptq", "w8a8")
+    assert truncating.gives_back() == truncating.sees_bias() == seen
 
 
 def test_wide_sums_have_no_output_gain(tmp_path: Path) -> None:
