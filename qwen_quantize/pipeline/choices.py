@@ -18,7 +18,6 @@ from qwen_quantize.engine.compute import compute_for, compute_uncalibrated
 from qwen_quantize.engine.linear import ChipCompute
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.schemes import Scheme
-from qwen_quantize.formats.spec import IntFormat
 from qwen_quantize.models.blueprint import Blueprint, Half, Stream
 from qwen_quantize.models.fusion import fusion_of
 from qwen_quantize.pipeline.recipe import Recipe
@@ -53,20 +52,6 @@ class LinearChoice:
     def sees_bias(self) -> bool:
         """Whether they are, and are off to one side: other features then tell by how much."""
         return self.sees_cast() and is_biased(self.arithmetic.activation_cast)
-
-    def gives_back(self) -> bool:
-        """Whether weights make up, feature by feature, for what the cast takes or adds on average.
-
-        They do where it is off to one side, and where its steps are as wide as whole features are small: integers, and
-        floats of fewer than eight bits. An eight-bit float is as fine for a small feature as for a large one; what is
-        left after a cast to nearest is the calibration text's own, and fitting it did more harm on other text than
-        good (SmolLM2-135M; with MXFP4 it was the other way).
-        """
-        spec = self.scheme.activation
-        if spec is None or not self.sees_cast():
-            return False
-        wide = isinstance(spec.format, IntFormat) or spec.format.bits < 8
-        return wide or is_biased(self.arithmetic.activation_cast)
 
     def observes(self) -> tuple[object, ...]:
         """What decides how its input is observed: linears that share one observer must agree in this."""

@@ -56,7 +56,7 @@ def solve_group(
     solutions = {}
     gain: Tensor | None = None
     maps: tuple[Tensor, ...] = ()
-    if statistics is not None and choice.gives_back():
+    if statistics is not None and choice.sees_cast():
         gain = column_gain(statistics)
         maps = input_maps(statistics, gain)
     tensor_scale = shared_tensor_scale(choice.scheme, plain.weight)
