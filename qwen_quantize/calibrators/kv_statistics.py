@@ -79,7 +79,8 @@ class TokenSample:
 class SideStatistics:
     """Of one layer's keys, values or latents, means over tokens, [heads, channels] each.
 
-    damages: what each element that was tried costs, in their order. largest: magnitudes. order: each head's channels
+    damages: what each element that was tried costs, in their order. largest: magnitudes, of rotated channels
+    at any position. order: each head's channels
     by rising size, the order in which those of like size can share scales; int64 [heads, channels]. sample: where
     channels of a token share scales.
     """
@@ -105,11 +106,16 @@ class KvStatistics:
 class SideObserver:
     """Sums over the windows of a text for keys, values or latents. elements: what is tried on them.
 
+    turned: how many of each head's channels rotary embedding has turned, its two halves together. Many of these turn
+    so slowly that a text shows a part of the way only: later positions bring to each channel what its partner holds
+    now, so that its largest magnitude is the pair's length.
+
     The order of channels is that of the first window, so that all damages are those of the same groups.
     """
 
-    def __init__(self, elements: Sequence[KvElement]) -> None:
+    def __init__(self, elements: Sequence[KvElement], turned: int = 0) -> None:
         self._elements = tuple(elements)
+        self._turned = turned
         self._damages = [torch.zeros(())] * len(self._elements)
         self._largest = torch.zeros(())
         self._order = torch.zeros(0, dtype=torch.int64)
@@ -124,13 +130,18 @@ class SideObserver:
         squares = derivative.square()
         if self._windows == 0:
             self._order = x.square().mean(dim=(0, 2)).argsort(dim=-1, stable=True)
-        self._largest = torch.maximum(self._largest, x.abs().amax(dim=(0, 2)))
+        self._largest = torch.maximum(self._largest, self._magnitudes(x).amax(dim=(0, 2)))
         for number, element in enumerate(self._elements):
             found = x.shape[0] * self._damage(x, squares, element)
             self._damages[number] = self._damages[number] + found
         self._windows += x.shape[0]
         if self._shares:
             self._draw(x, squares)
+
+    def _magnitudes(self, x: Tensor) -> Tensor:
+        half = self._turned // 2
+        lengths = torch.hypot(x[..., :half], x[..., half : self._turned])
+        return torch.cat((lengths, lengths, x[..., self._turned :].abs()), dim=-1)
 
     def _draw(self, x: Tensor, squares: Tensor) -> None:
         """Every token draws a lot, and the smallest ones stay: all tokens are as likely, however many there are."""

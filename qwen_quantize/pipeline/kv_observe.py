@@ -145,7 +145,9 @@ class LayerLook:
         step = max((element.tokens for side in elements for element in side), default=1)
         quantized = _quantized(scheme, length, step) & seen
         self._sight = Sight(seen, quantized, scale, config.score_cap, projection)
-        self._sides = [SideObserver(side) for side in elements]
+        turns = config.latent is None and not scheme.unrotated
+        turned = config.rope.rotary_dim(config.rotary_head_dim) if turns else 0
+        self._sides = [SideObserver(elements[0], turned), SideObserver(elements[1])]
         self._stream, self._windows = 0.0, 0
 
     def add(self, stream: Tensor, direction: Tensor) -> None:

@@ -33,6 +33,7 @@ from qwen_quantize.calibrators.kv_statistics import (
     random_direction,
 )
 from qwen_quantize.checkpoint.kv_side import KV_FILE, kv_file_bytes, read_kv_plan
+from qwen_quantize.engine.rotary import rotate
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kv_scheme import KvElement, KvScaling, parse_kv_scheme
 from qwen_quantize.formats.tables import FP16, INT4, INT8
@@ -161,6 +162,30 @@ def statistics(seed: int, loud: int | None = None) -> KvStatistics:
         observer.add(x, along)
         found.append(observer.statistics(1.0))
     return KvStatistics(*found)
+
+
+@pytest.mark.parametrize("turned", [32, 24])
+def test_ranges_of_rotated_keys_hold_at_later_positions(turned: int) -> None:
+    """A text of eight tokens turns slow channels by a few degrees; what they hold then moves to their partners."""
+    key = torch.randn(1, 2, 8, 32, generator=torch.Generator().manual_seed(5))
+    key[..., 10] = 20.0
+
+    def at(first: int) -> torch.Tensor:
+        angles = (
+            torch.arange(first, first + 8).double()[:, None] * 1e-4 ** (torch.arange(turned // 2) / 16)
+        ).float()
+        both = torch.cat((angles, angles), dim=-1)
+        return rotate(key, both.cos(), both.sin())
+
+    def largest(turned: int) -> torch.Tensor:
+        observer = SideObserver([], turned)
+        observer.add(at(0), torch.zeros_like(key))
+        return observer.statistics(1.0).largest
+
+    later = torch.stack([at(first).abs().amax(dim=(0, 2)) for first in (500, 3000, 20000)]).amax(dim=0)
+    assert bool((later <= 1.0001 * largest(turned)).all())
+    assert float((later / largest(0)).max()) > 2
+    assert torch.equal(largest(turned)[:, turned:], largest(0)[:, turned:])
 
 
 def test_loud_queries_make_their_channel_and_its_pair_wide() -> None:
