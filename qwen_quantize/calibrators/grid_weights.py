@@ -85,9 +85,12 @@ def compensate(
     return codes, grid
 
 
-def _few_integers(spec: TensorSpec) -> bool:
-    """Whether squares would clip much: with eight bits they do not, and nothing was gained there."""
-    return isinstance(spec.format, IntFormat) and spec.format.bits <= 4
+def _keeps_size(spec: TensorSpec, column_weight: Tensor | None) -> bool:
+    """Whether largest weights and average size count (`solve_rounding`): without data, where squares would clip much.
+
+    With eight bits they do not, and nothing was gained there.
+    """
+    return column_weight is None and isinstance(spec.format, IntFormat) and spec.format.bits <= 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ def _solve(problem: LayerProblem, factors: Sequence[HessianFactor]) -> LayerSolu
         problem.weight_cast,
         importance,
         tensor_scale=tensor_scale,
-        cubed=importance is None and _few_integers(spec),
+        cubed=_keeps_size(spec, column_weight),
     )
     plain = choice.baseline
     if target is not weight:  # the baseline knows nothing of the chip
@@ -168,7 +171,7 @@ def _solve_strip(
     plain_codes = grid_codes(weight, spec, cast, plain)
     baseline = error_of(plain_codes, plain)
     found = (grid_codes(target, spec, cast, searched), searched)
-    if column_weight is None and _few_integers(spec):
+    if _keeps_size(spec, column_weight):
         found = (found[0], unbiased_scales(target, found[0], spec, searched))
     best, refused = error_of(*found), False
     if factors:

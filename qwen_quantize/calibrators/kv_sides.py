@@ -54,7 +54,14 @@ class ChannelUnits:
     costs: Tensor
 
 
-def channel_units(damage: Tensor, pairs: int | None) -> ChannelUnits:
+def turned_channels(scheme: KvScheme, config: ModelConfig) -> int:
+    """How many of a stored key's channels rotary embedding has turned, and ties in pairs; none of a latent's."""
+    if config.latent is not None or scheme.unrotated:
+        return 0
+    return config.rope.rotary_dim(config.rotary_head_dim)
+
+
+def channel_units(damage: Tensor, pairs: int) -> ChannelUnits:
     """damage: [widths, heads, dim], what each width costs at each channel. pairs: rotated channels of a key.
 
     Within a head, pairs (or channels) are sorted by what the lowest width costs and taken in that order.
@@ -81,7 +88,7 @@ def unit_size(dim: int) -> int:
     return size
 
 
-def _order(cost: Tensor, pairs: int | None) -> Tensor:
+def _order(cost: Tensor, pairs: int) -> Tensor:
     """Channels of one head by falling cost; the halves of the first `pairs` channels two by two."""
     if not pairs:
         return cost.argsort(descending=True, stable=True)
@@ -148,16 +155,13 @@ def mixed_sides(
     """Keys and values of every layer with attention, with what each width costs there."""
     sides = []
     elements = mixed_elements(scheme, config)
-    turned = (
-        config.latent is None and not scheme.unrotated
-    )  # as they are stored, rotation ties channels in pairs
-    rotated = config.rope.rotary_dim(config.rotary_head_dim) if turned else None
+    turned = turned_channels(scheme, config)
     for layer, seen in sorted(statistics.items()):
         for keys, every, found in zip((True, False), elements, (seen.keys, seen.values), strict=True):
             if found is None:
                 continue
             damage = torch.stack(found.damages)
-            units = channel_units(damage, rotated if keys else None)
+            units = channel_units(damage, turned if keys else 0)
             order = torch.arange(damage[0].numel())
             if every[0].scaling is KvScaling.SLICE:
                 order = (

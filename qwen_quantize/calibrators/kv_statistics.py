@@ -79,10 +79,9 @@ class TokenSample:
 class SideStatistics:
     """Of one layer's keys, values or latents, means over tokens, [heads, channels] each.
 
-    damages: what each element that was tried costs, in their order. largest: magnitudes, of rotated channels
-    at any position. order: each head's channels
-    by rising size, the order in which those of like size can share scales; int64 [heads, channels]. sample: where
-    channels of a token share scales.
+    damages: what each element that was tried costs, in their order. largest: magnitudes, of rotated channels at
+    any position. order: each head's channels by rising size, the order in which those of like size can share scales;
+    int64 [heads, channels]. sample: where channels of a token share scales.
     """
 
     damages: tuple[Tensor, ...]
@@ -130,7 +129,7 @@ class SideObserver:
         squares = derivative.square()
         if self._windows == 0:
             self._order = x.square().mean(dim=(0, 2)).argsort(dim=-1, stable=True)
-        self._largest = torch.maximum(self._largest, self._magnitudes(x).amax(dim=(0, 2)))
+        self._largest = torch.maximum(self._largest, self._magnitudes(x))
         for number, element in enumerate(self._elements):
             found = x.shape[0] * self._damage(x, squares, element)
             self._damages[number] = self._damages[number] + found
@@ -139,9 +138,13 @@ class SideObserver:
             self._draw(x, squares)
 
     def _magnitudes(self, x: Tensor) -> Tensor:
-        half = self._turned // 2
-        lengths = torch.hypot(x[..., :half], x[..., half : self._turned])
-        return torch.cat((lengths, lengths, x[..., self._turned :].abs()), dim=-1)
+        """[heads, channels]: the largest |x| [B, heads, T, channels], of rotated channels the longest pair's length."""
+        found = x.abs().amax(dim=(0, 2))
+        if self._turned:
+            half = self._turned // 2
+            lengths = torch.hypot(x[..., :half], x[..., half : self._turned]).amax(dim=(0, 2))
+            found[:, : self._turned] = lengths.repeat(1, 2)
+        return found
 
     def _draw(self, x: Tensor, squares: Tensor) -> None:
         """Every token draws a lot, and the smallest ones stay: all tokens are as likely, however many there are."""

