@@ -8,6 +8,7 @@ of a block; what sticks out at either end goes the ordinary way, in other pages 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +21,24 @@ from qwen_quantize.checkpoint.disk import write_at
 ALIGNMENT = 4096  # no disk has larger blocks, and it is the page size
 LEAST_BYTES = 1 << 20  # below, the ordinary way is as fast
 _DIRECT = getattr(os, "O_DIRECT", 0)  # 0: a system without it
+_LARGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL)
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 def aligned_bytes(nbytes: int, phase: int = 0) -> Tensor:
-    """uint8 [nbytes], uninitialized, whose address is `phase` modulo ALIGNMENT."""
-    room = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+    """uint8 [nbytes], uninitialized, whose address is `phase` modulo ALIGNMENT.
+
+    Large ones are pages of their own, which go back to the system with the tensor: among smaller ones they leave holes
+    that several threads together never fill.
+    """
+    size = nbytes + ALIGNMENT
+    if size < LEAST_BYTES:
+        room = torch.empty(size, dtype=torch.uint8)
+    else:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without large pages
+            pages.madvise(_LARGE_PAGES)
+        room = torch.frombuffer(pages, dtype=torch.uint8)
     skip = (phase - room.data_ptr()) % ALIGNMENT
     return room[skip : skip + nbytes]
 

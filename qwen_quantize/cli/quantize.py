@@ -17,7 +17,6 @@ from qwen_quantize.cli.mixed import choose, mixed_lines, prediction_line
 from qwen_quantize.cli.session import (
     REPORT_NAME,
     chip_compute,
-    keep_freed_memory,
     peak_memory_bytes,
     read_text,
     use_threads,
@@ -28,6 +27,7 @@ from qwen_quantize.errors import UserError
 from qwen_quantize.eval.compare import HEAD_BATCH_BYTES
 from qwen_quantize.formats.kv_plan import KvPlan
 from qwen_quantize.formats.schemes import Scheme
+from qwen_quantize.pipeline.allocator import keep_freed_memory
 from qwen_quantize.pipeline.choices import LinearChoice
 from qwen_quantize.pipeline.choosable import MixedRequest
 from qwen_quantize.pipeline.kv_cache import kv_context, kv_lines, kv_record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,26 +34,9 @@ REPORT_NAME = "report.html"
 _WINDOW = 2048
 
 
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt
-_KEPT = 64 << 20
-
-
 def use_threads(threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep up to 64 MiB that were freed, for the next tensors; other C libraries go on as they do.
-
-    Otherwise the pages of every intermediate tensor are handed back and faulted in again.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return
-    mallopt(_MMAP_THRESHOLD, _KEPT // 2)
-    mallopt(_TRIM_THRESHOLD, _KEPT)
 
 
 def peak_memory_bytes() -> int:

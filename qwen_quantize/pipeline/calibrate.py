@@ -46,7 +46,6 @@ def calibrate(run: Calibration, tokens: Tensor, progress: Progress) -> None:
 def _quantize(run: Calibration, layer: int, half: Half) -> dict[str, Any]:
     if half is Half.MLP and run.blueprint.num_experts(layer):
         return quantize_experts_half(run, layer)
-    windows, length, _ = run.states.shape
-    if runs_in_turn(run.plan, run.blueprint, layer, half, windows * length):
+    if runs_in_turn(run.plan, run.blueprint, layer, half):
         return quantize_in_turn(run, layer, half)
     return quantize_half(run, layer, half)

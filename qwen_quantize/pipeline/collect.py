@@ -40,7 +40,7 @@ from qwen_quantize.pipeline.expert_stream import (
 )
 from qwen_quantize.pipeline.hidden import HiddenStates, HiddenWriter, window_ranges
 from qwen_quantize.pipeline.journal import Journal
-from qwen_quantize.pipeline.memory import MemoryPlan, moment_ranges, plan_memory
+from qwen_quantize.pipeline.memory import MemoryPlan, moment_ranges, plan_memory, states_bytes
 from qwen_quantize.pipeline.recipe import Output, Recipe
 from qwen_quantize.pipeline.run import Progress, read_calibration
 from qwen_quantize.pipeline.solving import check_finite_group
@@ -189,7 +189,7 @@ def statistics_staging(output: Output) -> StagingFolder:
 
 
 def _disk_bytes(blueprint: Blueprint, memory: MemoryPlan, calibration: CalibrationTokens) -> int:
-    hidden = 2 * 4 * calibration.tokens.numel() * blueprint.config.hidden_size
+    hidden = states_bytes(blueprint, calibration.tokens.numel(), in_turn=False)
     total = 0
     for layer in range(blueprint.num_layers):
         widths = [

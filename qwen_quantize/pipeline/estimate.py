@@ -105,7 +105,7 @@ def _operations(plan: Plan, blueprint: Blueprint) -> float:
     total = 0.0
     for layer in range(blueprint.num_layers):
         for half in Half:
-            runs = 1 if runs_in_turn(plan, blueprint, layer, half, tokens) else 2
+            runs = 1 if runs_in_turn(plan, blueprint, layer, half) else 2
             for sites in blueprint.streams(layer, half).values():
                 shapes = [blueprint.linear_shape(site, layer) for site in sites]
                 choice = plan.choices.get(blueprint.module_name(layer, sites[0]))

@@ -1,12 +1,14 @@
-"""Hidden states between two layers, on disk: the only thing carried on, and what a resumed run starts from."""
+"""What lies between steps of the layer loop, on disk: hidden states, which a resumed run starts from, and inputs."""
 
 from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -78,6 +80,15 @@ class HiddenStates:
             raise
         writer.finish()
 
+    @contextmanager
+    def holding(self) -> Iterator[HeldInputs]:
+        """A place for a linear's inputs within half a layer; nothing of it stays, even when the program is killed."""
+        with ExitStack() as stack:
+            with disk_errors(self.folder, 0):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(tempfile.TemporaryFile(dir=self.folder, buffering=0))
+            yield HeldInputs(self.folder, file)
+
     def remove(self, step: int) -> None:
         path = self.path(step)
         with disk_errors(path, 0, "removed"):
@@ -142,6 +153,37 @@ class HiddenWriter:
             raise
 
 
+class HeldInputs:
+    """What a linear will read, batch by batch, as bfloat16 in a file without a name: it may be larger than the layer.
+
+    Raises ResumableError whenever the disk fails.
+    """
+
+    def __init__(self, folder: Path, file: IO[bytes]) -> None:
+        self._folder = folder
+        self._file = file
+        self._shapes: list[tuple[int, ...]] = []
+        self._written = 0
+
+    def append(self, inputs: Tensor) -> None:
+        data = inputs.to(torch.bfloat16).contiguous().view(-1).view(torch.uint8).numpy().data
+        with disk_errors(self._folder, len(data)):
+            write_at(self._file.fileno(), data, self._written)
+        self._written += len(data)
+        self._shapes.append(tuple(inputs.shape))
+
+    def read(self) -> Iterator[Tensor]:
+        """Each batch in turn, float32, in the shape that it came in."""
+        offset = 0
+        for shape in self._shapes:
+            rows = torch.empty(shape, dtype=torch.bfloat16)
+            with disk_errors(self._folder, 0, "read"):
+                found = _read_at(self._file.fileno(), rows, offset)
+            assert found == rows.nbytes  # nobody else can write to a file without a name
+            offset += found
+            yield rows.float()
+
+
 def _runs(tokens: Tensor, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
     """(byte offset, flat part of `rows`) for every run of neighbouring tokens."""
     if tokens.numel() == 0:
@@ -158,10 +200,19 @@ def _read_rows(descriptor: int, tokens: Tensor, rows: Tensor) -> int:
     """Fill contiguous `rows` [n, hidden] from the file; returns the bytes that were there."""
     done = 0
     for offset, part in _runs(tokens, rows):
-        view = part.view(torch.uint8).numpy().data
-        while len(view):
-            got = os.preadv(descriptor, [view], offset)
-            if got == 0:
-                return done
-            done, offset, view = done + got, offset + got, view[got:]
+        found = _read_at(descriptor, part, offset)
+        done += found
+        if found < part.nbytes:
+            break
+    return done
+
+
+def _read_at(descriptor: int, values: Tensor, offset: int) -> int:
+    """Fill a contiguous tensor from the file; returns the bytes that were there."""
+    view, done = values.view(-1).view(torch.uint8).numpy().data, 0
+    while len(view):
+        got = os.preadv(descriptor, [view], offset + done)
+        if got == 0:
+            break
+        done, view = done + got, view[got:]
     return done

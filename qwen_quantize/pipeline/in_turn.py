@@ -1,7 +1,7 @@
 """Half a layer whose last linear is calibrated behind the quantized ones before it: every linear runs once.
 
 What the first linears read comes from the norm in front of them, so they are rounded before anything runs. Tokens
-then run through them, what reaches the last linear is observed and held, and the last linear runs on that. Factors
+then run through them, what reaches the last linear is observed and put aside, and the last linear runs on that. Factors
 that move into the last linear divide rows of one before it, which is rounded by then: it keeps its codes, and the
 scales of those rows are divided.
 """
@@ -26,7 +26,8 @@ from qwen_quantize.formats.spec import FloatFormat, Format, IntFormat
 from qwen_quantize.models.blueprint import Blueprint, Half, Stream
 from qwen_quantize.models.scale_pairs import RowsProducer
 from qwen_quantize.pipeline.calibration import Batch, Calibration
-from qwen_quantize.pipeline.memory import HALF_ENDS, held_inputs
+from qwen_quantize.pipeline.hidden import HeldInputs
+from qwen_quantize.pipeline.memory import HALF_ENDS, last_inputs
 from qwen_quantize.pipeline.plan import Plan
 from qwen_quantize.pipeline.solving import stream_record
 from qwen_quantize.pipeline.stream import (
@@ -42,14 +43,12 @@ from qwen_quantize.pipeline.stream import (
 from qwen_quantize.pipeline.transform import Move, move_half
 
 
-def runs_in_turn(plan: Plan, blueprint: Blueprint, index: int, half: Half, tokens: int) -> bool:
+def runs_in_turn(plan: Plan, blueprint: Blueprint, index: int, half: Half) -> bool:
     """Whether the half is linears of one input and then a last one, each of a method and scheme that allow it.
 
-    Codes can stay when a row is divided only where integers have scales of their own in each row. What reaches the
-    last linear of `tokens` tokens has to fit into the memory that the plan has for it.
+    Codes can stay when a row is divided only where integers have scales of their own in each row.
     """
-    held = held_inputs(blueprint, index, half, tokens)
-    if held is None or held > plan.memory.held:
+    if last_inputs(blueprint, index, half) is None:
         return False
     modules = [blueprint.module_name(index, site) for site in blueprint.sites(index, half)]
     return all(
@@ -63,6 +62,11 @@ def runs_in_turn(plan: Plan, blueprint: Blueprint, index: int, half: Half, token
 @torch.inference_mode()
 def quantize_in_turn(run: Calibration, index: int, half: Half) -> dict[str, Any]:
     """Half a layer for which `runs_in_turn`; returns its records."""
+    with run.states.holding() as held:
+        return _quantize(run, index, half, held)
+
+
+def _quantize(run: Calibration, index: int, half: Half, held: HeldInputs) -> dict[str, Any]:
     (first, first_sites), (last, last_sites) = run.blueprint.streams(index, half).items()
     first_modules, last_modules = run.modules(index, first_sites), run.modules(index, last_sites)
     layer = run.reader.read_half(index, half)
@@ -75,7 +79,6 @@ def quantize_in_turn(run: Calibration, index: int, half: Half) -> dict[str, Any]
     running = Layer(
         {**layer.groups, first: running_group(run, first_modules, plain, solved, seen)}, layer.tensors
     )
-    held: list[Tensor] = []
     behind = _observe_last(run, running, index, half, held)
     del running
 
@@ -125,9 +128,9 @@ def _observe_input(run: Calibration, layer: Layer, index: int, half: Half) -> In
 
 
 def _observe_last(
-    run: Calibration, layer: Layer, index: int, half: Half, held: list[Tensor]
+    run: Calibration, layer: Layer, index: int, half: Half, held: HeldInputs
 ) -> InputStatistics:
-    """Run all tokens up to the last linear. held: gets what it will read, batch by batch, in bfloat16."""
+    """Run all tokens up to the last linear. held: gets what it will read, batch by batch."""
     last, step = HALF_ENDS[half][1], half_step(index, half)
     observer, group, batch = _observer(run, layer, index, half, last), layer.groups[last], Batch()
     assert isinstance(group, PlainGroup)
@@ -135,7 +138,7 @@ def _observe_last(
 
     def keep(x: Tensor) -> None:
         observe(x)
-        held.append(x.to(torch.bfloat16))
+        held.append(x)
 
     watched = Layer({**layer.groups, last: WatchedGroup(group, keep)}, layer.tensors)
     for begin, end in run.batches():
@@ -176,14 +179,13 @@ def divided_solution(
 
 
 def _run_last(
-    run: Calibration, layer: Layer, index: int, half: Half, held: list[Tensor], factors: Tensor | None
+    run: Calibration, layer: Layer, index: int, half: Half, held: HeldInputs, factors: Tensor | None
 ) -> None:
     """Write what the next half reads. factors: [columns] that were moved into the last linear since `held`."""
     step = half_step(index, half)
     output = attention_output if half is Half.ATTENTION else mlp_output
     with run.states.writing(step + 1) as writer:
-        for (begin, end), kept in zip(run.batches(), held, strict=True):
-            inner = kept.float()
+        for (begin, end), inner in zip(run.batches(), held.read(), strict=True):
             if factors is not None:
                 inner /= factors
             writer.append(run.states.read(step, begin, end) + output(inner, layer, run.blueprint))

@@ -14,10 +14,10 @@ BASE = 350_000_000  # the interpreter with torch and this package, measured and 
 _PIECES = 400_000_000  # what conversion without data holds at most: a few pieces of tensors in each thread
 _BATCH_TOKENS = 4096
 HEAD_ROWS = 256  # predictions whose gradient is taken together
-_CALIBRATED_TOGETHER = (
-    1024  # tokens; of more the intermediate tensors leave the cache, and nothing gets faster
-)
-_HELD = 256 << 20  # bytes of inputs that are held although half a layer has fewer
+# Tokens: of more the intermediate tensors leave the cache, and nothing gets faster. Second moments of a batch are a
+# matrix as large as that of all, so that fewer batches are worth their memory there.
+_CALIBRATED_TOGETHER, _WITH_MOMENTS = 512, 1024
+
 _RANGE_STEP = 128
 # What the first linears of half a layer read, and what its last one reads.
 HALF_ENDS = {
@@ -34,26 +34,36 @@ _PREPARED = 6  # bytes for each weight that a narrow matrix unit reads, beside i
 class MemoryPlan:
     """windows: calibration windows per batch; most_features: the widest range of second moments; peak: bytes.
 
-    halves: how many halves of layers are solved at the same time, each in its own thread. held: bytes for what all
-    tokens bring to a linear, until it runs.
+    halves: how many halves of layers are solved at the same time, each in its own thread.
     """
 
     windows: int
     most_features: int | None
     peak: int
     halves: int = 1
-    held: int = 0
 
 
-def held_inputs(blueprint: Blueprint, layer: int, half: Half, tokens: int) -> int | None:
-    """Bytes, in bfloat16, of what the last linear of a half reads of all tokens.
+def last_inputs(blueprint: Blueprint, layer: int, half: Half) -> int | None:
+    """How many features the last linear of a half reads.
 
     None for a half that is not linears of one input and then a last one: latents and experts have more steps.
     """
     streams = blueprint.streams(layer, half)
     if tuple(streams) != HALF_ENDS[half]:
         return None
-    return 2 * tokens * blueprint.linear_shape(streams[HALF_ENDS[half][1]][0], layer)[1]
+    return blueprint.linear_shape(streams[HALF_ENDS[half][1]][0], layer)[1]
+
+
+def states_bytes(blueprint: Blueprint, tokens: int, *, in_turn: bool) -> int:
+    """Disk space for what lies between two halves of layers: float32 states, those read and those written.
+
+    in_turn: whether any method takes linears in turn, so that bfloat16 inputs of a half's last linear lie there too.
+    """
+    each = 2 * 4 * blueprint.config.hidden_size
+    if in_turn:
+        widths = [last_inputs(blueprint, layer, half) for layer in _kinds(blueprint) for half in Half]
+        each += 2 * max((width for width in widths if width is not None), default=0)
+    return tokens * each
 
 
 def moment_ranges(features: int, most: int | None) -> tuple[int, ...]:
@@ -229,15 +239,13 @@ def plan_memory(
     prepared: bool = False,
     crossed: bool = False,
     moments: bool = True,
-    in_turn: bool = False,
     threads: int = 1,
 ) -> MemoryPlan:
     """Choose batch and ranges; UserError for a ceiling that nothing fits under.
 
-    moments: whether any method of the plan gathers second moments. in_turn: whether any takes linears in turn, for
-    which inputs are held where they need no more than half a layer does, or little. threads: that may each solve a
-    half of its own, where nothing runs forward. largest: values of a tensor; whole: values of the largest linear that
-    is solved in one piece without data.
+    moments: whether any method of the plan gathers second moments. threads: that may each solve a half of its own,
+    where nothing runs forward. largest: values of a tensor; whole: values of the largest linear that is solved in one
+    piece without data.
     """
     streaming = max(min(_PIECES, 12 * 4 * largest), _SOLVED * whole)
     if not recipe.calibrates or blueprint is None:
@@ -254,15 +262,9 @@ def plan_memory(
             f"--calibration-length {recipe.length} is more than this model's context of {config.max_position}"
         )
     per_window = _window_memory(recipe.length, blueprint) if forward else 0
-    batch = max(1, _CALIBRATED_TOGETHER // recipe.length)
+    batch = max(1, (_WITH_MOMENTS if moments else _CALIBRATED_TOGETHER) // recipe.length)
     kinds = _kinds(blueprint)
     widest = max(columns for layer in kinds for _, columns in _opened(blueprint, layer))
-
-    wanted: set[int] = set()
-    if forward and in_turn:
-        tokens = recipe.samples * recipe.length
-        sizes = [held_inputs(blueprint, layer, half, tokens) for layer in kinds for half in Half]
-        wanted = {size for size in sizes if size is not None}
 
     def fixed(most: int | None) -> int:
         solving = max(
@@ -276,12 +278,7 @@ def plan_memory(
         each = fixed(most) - BASE
         room = threads if recipe.max_memory is None else (recipe.max_memory - BASE) // each
         halves = 1 if forward else max(1, min(threads, room))
-        peak = BASE + halves * each + windows * per_window
-        most_held = max(_HELD, each)
-        if recipe.max_memory is not None:
-            most_held = min(most_held, recipe.max_memory - peak)
-        held = max((size for size in wanted if size <= most_held), default=0)
-        return MemoryPlan(windows, most, peak + held, halves, held)
+        return MemoryPlan(windows, most, BASE + halves * each + windows * per_window, halves)
 
     if recipe.max_memory is None:
         return planned(batch, None)

@@ -33,7 +33,7 @@ from qwen_quantize.models.config_values import shown
 from qwen_quantize.models.lookup import BY_ARCHITECTURE, architecture_of, find_blueprint
 from qwen_quantize.pipeline.choices import LinearChoice, choose_linears, method_named
 from qwen_quantize.pipeline.kv_tensors import plan_kv_tensors
-from qwen_quantize.pipeline.memory import MemoryPlan, plan_memory
+from qwen_quantize.pipeline.memory import MemoryPlan, plan_memory, states_bytes
 from qwen_quantize.pipeline.recipe import Recipe
 from qwen_quantize.pipeline.rotated_source import RotatedSource
 from qwen_quantize.pipeline.rules import Settings, scheme_name, settings_of
@@ -161,15 +161,16 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
     kv = plan_kv_tensors(recipe, resolution.profile, blueprint, layout)
     output_bytes = sum(output.nbytes for tensor in tensors for output in tensor.outputs)
     output_bytes += sum(output.nbytes for output in kv.outputs)
+    choices = tuple({id(one): one for one in chosen.by_module.values()}.values())
     hidden = 0
     if recipe.dataset is not None and blueprint is not None:
-        hidden = 2 * 4 * recipe.samples * recipe.length * blueprint.config.hidden_size
+        tokens, in_turn = recipe.samples * recipe.length, any(one.method.in_turn for one in choices)
+        hidden = states_bytes(blueprint, tokens, in_turn=in_turn)
     loss = linears.loss_warning
     largest = max(math.prod(output.shape) for tensor in tensors for output in tensor.outputs)
     whole = 0
     if not isinstance(layout, BlockLayout):
         whole = max(math.prod(shape) for shape in selection.quantized.values())
-    choices = tuple({id(one): one for one in chosen.by_module.values()}.values())
     memory = plan_memory(
         recipe,
         blueprint,
@@ -179,7 +180,6 @@ def make_plan(recipe: Recipe, source: CheckpointSource) -> Plan:
         crossed=any(one.sees_bias() for one in choices),
         # Choosing among schemes reads those of a folder, whatever the methods.
         moments=recipe.statistics is not None or any(one.method.uses_second_moments for one in choices),
-        in_turn=any(one.method.in_turn for one in choices),
         threads=torch.get_num_threads(),
     )
     return Plan(

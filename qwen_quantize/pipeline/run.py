@@ -22,6 +22,7 @@ from qwen_quantize.engine.tokenizer import Tokenizer, load_tokenizer
 from qwen_quantize.errors import UserError
 from qwen_quantize.formats.kernel_calls import native_library
 from qwen_quantize.models.blueprint import Blueprint
+from qwen_quantize.pipeline.allocator import give_back_freed_memory
 from qwen_quantize.pipeline.calibrate import calibrate
 from qwen_quantize.pipeline.calibration import Calibration
 from qwen_quantize.pipeline.compile import compile_halves
@@ -107,6 +108,7 @@ def quantize(
         calibration.require_model(source)
     elif reader is not None:
         calibration = read_calibration(plan.recipe, reader)
+        give_back_freed_memory()  # documents and tokenizer
     if not output.resume:
         require_free_space(output.path.parent, plan.disk_bytes)
     files = output_files(plan, source)
@@ -153,6 +155,7 @@ def _fill(
             compile_halves(run, calibration, progress)
         else:
             calibrate(run, calibration.tokens, progress)
+        give_back_freed_memory()  # what solving took; what follows works in other sizes
     if not plan.converts_by_pieces:
         solve_rest(plan, source, folder, journal, progress)
     convert_rest(plan, source, folder, journal, progress)

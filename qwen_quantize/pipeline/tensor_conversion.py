@@ -25,7 +25,7 @@ from qwen_quantize.errors import UserError
 from qwen_quantize.formats.cast_rule import CastRule
 from qwen_quantize.pipeline.records import EXACT_DB, LinearRecord, exponent_counts, why_no_better
 
-PIECE_BYTES = 16 << 20  # of whichever form of a piece is the largest
+PIECE_BYTES = 8 << 20  # of whichever form of a piece is the largest
 _QUANTIZED_AS_STORED = ("BF16", "F16", "F32")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +19,18 @@ from qwen_quantize.calibrators.range_search import stored_scale
 from qwen_quantize.checkpoint.source import open_source
 from qwen_quantize.engine.load import ModelReader
 from qwen_quantize.engine.streamed import StreamedModel
+from qwen_quantize.errors import ResumableError
 from qwen_quantize.formats.cast_rule import RNE_SATURATE
 from qwen_quantize.formats.schemes import SCHEMES
 from qwen_quantize.formats.spec import FloatFormat
 from qwen_quantize.formats.tables import BF16, FP16, FP32
 from qwen_quantize.models.blueprint import Half
-from qwen_quantize.pipeline import calibrate, memory
+from qwen_quantize.pipeline import calibrate
 from qwen_quantize.pipeline.calibration import Calibration
+from qwen_quantize.pipeline.hidden import HiddenStates
 from qwen_quantize.pipeline.in_turn import divided_solution
+from qwen_quantize.pipeline.memory import last_inputs, states_bytes
+from qwen_quantize.pipeline.plan import make_plan
 from qwen_quantize.pipeline.recipe import Recipe
 from tests.cli.test_resume import hashes
 from tests.pipeline.test_methods import invoke, make, options_in, run
@@ -108,21 +114,51 @@ def test_who_takes_linears_in_turn(
     assert len(seen) == expected
 
 
-def test_without_room_for_inputs_linears_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_HELD", 0)
-    model = make(tmp_path / "model", "qwen3")
-    blueprint = ModelReader(open_source(model)).blueprint
-    recipe = Recipe(str(model), "cpu", "awq", samples=4096, length=64, dataset="text")
-    assert memory.held_inputs(blueprint, 0, Half.MLP, 4096 * 64) > memory.half_memory(
-        blueprint, 0, Half.MLP, None
+def test_inputs_lie_on_disk_and_not_in_memory(tmp_path: Path) -> None:
+    """The plan's memory is that of a method without them, however many tokens; its disk space counts them."""
+    blueprint = ModelReader(open_source(make(tmp_path / "model", "qwen3"))).blueprint
+    widths = [last_inputs(blueprint, 0, half) for half in Half]
+    tokens = 4096 * 64
+    aside = states_bytes(blueprint, tokens, in_turn=True) - states_bytes(blueprint, tokens, in_turn=False)
+    assert aside == 2 * tokens * max(width for width in widths if width is not None)
+    source = open_source(tmp_path / "model")
+    few, many = (
+        make_plan(
+            Recipe(str(tmp_path), "cpu", "awq", samples=samples, length=64, dataset="text", group_size=32),
+            source,
+        )
+        for samples in (64, 4096)
     )
-    assert memory.plan_memory(recipe, blueprint, 0, in_turn=True).held == 0
-    few = memory.plan_memory(replace(recipe, samples=8), blueprint, 0, in_turn=True)
-    assert few.held == memory.held_inputs(blueprint, 0, Half.MLP, 8 * 64)
-    without = memory.plan_memory(replace(recipe, samples=8), blueprint, 0)
-    assert few.peak == without.peak + few.held
-    tight = replace(recipe, samples=8, max_memory=without.peak)
-    assert memory.plan_memory(tight, blueprint, 0, in_turn=True) == without
+    assert few.memory == many.memory
+    assert many.disk_bytes - few.disk_bytes == states_bytes(blueprint, tokens - 64 * 64, in_turn=True)
+
+
+def test_held_inputs_come_back_as_bfloat16(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(shape, generator=generator) for shape in ((2, 5, 8), (1, 5, 8))]
+    states = HiddenStates(tmp_path / "work", 3, 5, 4)
+    with states.holding() as held:
+        for batch in batches:
+            held.append(batch)
+        assert [path.name for path in (tmp_path / "work").iterdir()] == []  # no name that could stay behind
+        for _ in range(2):
+            found = list(held.read())
+            assert all(
+                torch.equal(one, batch.bfloat16().float()) for one, batch in zip(found, batches, strict=True)
+            )
+
+
+def test_a_full_disk_under_held_inputs_can_be_resumed_from(tmp_path: Path) -> None:
+    with HiddenStates(tmp_path / "work", 1, 4, 4).holding() as held:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+        try:
+            with pytest.raises(ResumableError, match="work"):
+                held.append(torch.zeros(1, 4096, 4))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, ignored)
 
 
 @pytest.mark.parametrize("format_", [FP32, FP16, BF16])

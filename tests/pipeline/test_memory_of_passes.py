@@ -100,7 +100,7 @@ def test_only_methods_that_gather_moments_count_them(source: CheckpointSource, r
     widest = max(blueprint.linear_shape(site, 0)[1] for site in blueprint.sites(0, Half.MLP))
     assert with_moments - without >= 16 * widest**2
     plans = {method: make_plan(recipe(method), source).memory for method in ("awq", "gptq")}
-    assert plans["awq"].peak - plans["awq"].held <= plans["gptq"].peak
+    assert plans["awq"].peak <= plans["gptq"].peak
 
 
 def test_every_scheme_of_a_mixture_says_what_the_chip_does(source: CheckpointSource) -> None:
