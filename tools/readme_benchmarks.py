@@ -23,6 +23,29 @@ def peers(say: Language, folder: Path = RESULTS) -> str:
     return shown(say, folder / "peers.json", _peers) or say("no_peers") + "\n"
 
 
+def second_chip(say: Language, folder: Path = RESULTS) -> str:
+    """What a second chip costs after the statistics are collected; benchmarks/second_chip.py measures it."""
+    return shown(say, folder / "second_chip.json", _second_chip) or say("no_second_chip") + "\n"
+
+
+def _second_chip(say: Language, found: Any) -> str:
+    head = [
+        say(w) for w in ("tokens", "method", "collecting", "first chip", "second chip", "second over first")
+    ]
+    rows = [
+        [
+            f"{row['tokens']:,}",
+            f"`{row['method']}`",
+            *(f"{row[part]['cpu_seconds']:.0f}" for part in ("collect", "first", "second")),
+            f"{row['share']:.2f}",
+        ]
+        for row in found["rows"]
+    ]
+    chips = found["chips"]
+    words = say("second_chip_words").format(first=f"`{chips['first']}`", second=f"`{chips['second']}`")
+    return f"{words}\n\n{table(head, rows)}"
+
+
 def _kv_cache(say: Language, found: Any) -> str:
     head = [say(w) for w in ("model", "scheme", "window", "tokens", "bits of a value", "KL", "rise")]
     rows = [

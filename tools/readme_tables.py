@@ -7,7 +7,8 @@ chip profiles), `families` (from the records of model families), `methods` (from
 records of layouts and what they plan for each scheme), `conversions` (from what each layout packs), `measured` (from
 benchmarks/results/real_model.json, where it exists), `measured-moe` (from those of r1_layer.json, layers.json,
 expert_policies.json and embedded_moe.json that exist in the same folder), `firmware-story` (from firmware_story.json
-there), `gate` (gate_errors.json), `kv-cache` (kv_cache.json), `speed` (decode.json) or `peers` (peers.json).
+there), `gate` (gate_errors.json), `kv-cache` (kv_cache.json), `speed` (decode.json), `peers` (peers.json) or
+`second-chip` (second_chip.json).
 All but the first and embedded_moe.json hold what the benchmarks of these names print with --json, r1_layer.json one
 run or a list of runs; embedded_moe.json holds what `qwen_quantize eval --json` prints. Words are in
 readme_words.toml. With --check nothing is written; the exit code is 1 when a part is stale.
@@ -45,7 +46,7 @@ from qwen_quantize.pipeline.conversion_table import exact_conversions
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the root, from which its neighbours are imported
 
-from tools.readme_benchmarks import kv_cache, peers, speed
+from tools.readme_benchmarks import kv_cache, peers, second_chip, speed
 from tools.readme_words import (
     LANGUAGES,
     RESULTS,
@@ -443,6 +444,7 @@ PARTS: dict[str, Callable[[Language], str]] = {
     "kv-cache": kv_cache,
     "speed": speed,
     "peers": peers,
+    "second-chip": second_chip,
 }
 
 

@@ -17,7 +17,6 @@ HEAD_ROWS = 256  # predictions whose gradient is taken together
 # Tokens: of more the intermediate tensors leave the cache, and nothing gets faster. Second moments of a batch are a
 # matrix as large as that of all, so that fewer batches are worth their memory there.
 _CALIBRATED_TOGETHER, _WITH_MOMENTS = 512, 1024
-
 _RANGE_STEP = 128
 # What the first linears of half a layer read, and what its last one reads.
 HALF_ENDS = {
