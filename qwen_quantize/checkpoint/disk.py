@@ -80,6 +80,18 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(descriptor, data[done:], offset + done)
 
 
+def read_at(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fill `view`, bytes, from `offset` on; the number of bytes read, fewer at the file's end."""
+    done = 0
+    while done < len(view):
+        # One call moves at most 2 GiB.
+        got = os.preadv(descriptor, [view[done:]], offset + done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames and new names in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -7,6 +7,8 @@ import threading
 import weakref
 from pathlib import Path
 
+from qwen_quantize.checkpoint.disk import read_at
+
 MAX_OPEN = 256  # well below the 1024 descriptors that a process usually has
 
 
@@ -25,14 +27,7 @@ class PositionedReads:
         """
         descriptor, kept = self._descriptor(file)
         try:
-            done = 0
-            while done < len(view):
-                # One call moves at most 2 GiB.
-                got = os.preadv(descriptor, [view[done:]], begin + done)
-                if got == 0:
-                    break
-                done += got
-            return done
+            return read_at(descriptor, view, begin)
         finally:
             if not kept:
                 os.close(descriptor)

@@ -13,7 +13,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from qwen_quantize.checkpoint.disk import disk_errors, sync_folder, write_at
+from qwen_quantize.checkpoint.disk import disk_errors, read_at, sync_folder, write_at
 from qwen_quantize.errors import UserError
 
 
@@ -51,7 +51,7 @@ class HiddenStates:
         path = self.path(step)
         with disk_errors(path, 0, "read"), path.open("rb") as file:
             file.seek(begin * self.window_bytes)
-            found = file.readinto(states.view(-1).view(torch.uint8).numpy().data)
+            found = file.readinto(_bytes_of(states))
         if found != states.nbytes:
             raise UserError(f"{path} is shorter than it must be; start again with --overwrite")
         return states
@@ -114,7 +114,7 @@ class HiddenWriter:
             self._file = self.temporary.open("w+b", buffering=0)
 
     def append(self, states: Tensor) -> None:
-        data = states.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        data = _bytes_of(states.contiguous())
         with self._removing_on_failure(), disk_errors(self.temporary, len(data)):
             write_at(self._file.fileno(), data, self._written)
         self._written += len(data)
@@ -127,7 +127,7 @@ class HiddenWriter:
                 raise ValueError("only states that were appended can be added to")
             states += values
             for offset, rows in _runs(tokens, states):
-                write_at(self._file.fileno(), rows.view(torch.uint8).numpy().data, offset)
+                write_at(self._file.fileno(), _bytes_of(rows), offset)
 
     def finish(self) -> None:
         with self._removing_on_failure(), disk_errors(self.temporary, self._written):
@@ -166,7 +166,7 @@ class HeldInputs:
         self._written = 0
 
     def append(self, inputs: Tensor) -> None:
-        data = inputs.to(torch.bfloat16).contiguous().view(-1).view(torch.uint8).numpy().data
+        data = _bytes_of(inputs.to(torch.bfloat16).contiguous())
         with disk_errors(self._folder, len(data)):
             write_at(self._file.fileno(), data, self._written)
         self._written += len(data)
@@ -178,7 +178,7 @@ class HeldInputs:
         for shape in self._shapes:
             rows = torch.empty(shape, dtype=torch.bfloat16)
             with disk_errors(self._folder, 0, "read"):
-                found = _read_at(self._file.fileno(), rows, offset)
+                found = read_at(self._file.fileno(), _bytes_of(rows), offset)
             assert found == rows.nbytes  # nobody else can write to a file without a name
             offset += found
             yield rows.float()
@@ -200,19 +200,13 @@ def _read_rows(descriptor: int, tokens: Tensor, rows: Tensor) -> int:
     """Fill contiguous `rows` [n, hidden] from the file; returns the bytes that were there."""
     done = 0
     for offset, part in _runs(tokens, rows):
-        found = _read_at(descriptor, part, offset)
+        found = read_at(descriptor, _bytes_of(part), offset)
         done += found
         if found < part.nbytes:
             break
     return done
 
 
-def _read_at(descriptor: int, values: Tensor, offset: int) -> int:
-    """Fill a contiguous tensor from the file; returns the bytes that were there."""
-    view, done = values.view(-1).view(torch.uint8).numpy().data, 0
-    while len(view):
-        got = os.preadv(descriptor, [view], offset + done)
-        if got == 0:
-            break
-        done, view = done + got, view[got:]
-    return done
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of any shape, for reading and writing."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
